@@ -89,11 +89,11 @@ def plain(world: World, **settings: Any) -> tuple[list[list[float]], dict[str, t
 
 
 def sharded(
-    world: World, stage: int, offload: dict[str, Any], **settings: Any
+    world: World, stage: int, offload: dict[str, Any], clipping: float = 0.0, **settings: Any
 ) -> tuple[Any, Any, list[float]]:
     model = Matrices(world.seed)
     with placed(offload) as section:
-        config = configuration(stage, offload=section, **MIXED)
+        config = configuration(stage, offload=section, gradient_clipping=clipping, **MIXED)
         model, optimizer = zero_ext.prepare(model, make(model, **settings), config, process_group=world.group)
         losses = []
         for step in range(STEPS):
@@ -113,6 +113,57 @@ def test_equals_torchs_own(world: World) -> None:
         assert own == [each[world.rank] for each in losses], (stage, offload)
         for name, value in parameters.items():
             assert torch.equal(found[name], value), (stage, offload, name)
+
+
+@on_ranks(2, 3)
+def test_waves_and_batches_change_nothing(world: World) -> None:
+    _, parameters = plain(world)
+    for stage, offload in PLACES:
+        with (
+            mock.patch.object(muon_stepper, "WAVE_ELEMENTS", 1),
+            mock.patch.object(muon_stepper, "_BATCH_ELEMENTS", 1),
+        ):
+            _, found, _ = sharded(world, stage, offload)
+        for name, value in parameters.items():
+            assert torch.equal(found[name], value), (stage, offload, name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("clipping", [0.05, 1e3])
+def test_updates_in_backward_that_are_rolled_back_or_not(world: World, clipping: float) -> None:
+    found = []
+    for offload in (
+        {},
+        {"update_mode": "in_backward"},
+        {"update_mode": "in_backward", "grads": "host", "optimizer": "nvme"},
+    ):
+        found.append(sharded(world, 3, offload, clipping)[1])
+    for name, value in found[0].items():
+        assert all(torch.equal(other[name], value) for other in found), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["unused", "nan"])
+def test_ranks_that_differ_in_what_is_ready(world: World, what: str) -> None:
+    """Where one rank cannot update a unit in backward, none does, and nobody waits for it."""
+    model, offload = Matrices(world.seed), {"update_mode": "in_backward"}
+    config = configuration(2, offload=offload, **MIXED)
+    model, optimizer = zero_ext.prepare(model, make(model), config, process_group=world.group)
+    before = zero_ext.full_state_dict(model, rank0_only=False)
+    loss = loss_of(model, world.seed, 0, world.rank)
+    if world.rank == 1 and what == "nan":
+        loss = loss * float("nan")
+    elif world.rank == 1:
+        loss = model.layers[0](batch(world.seed, 0, 1)[0]).square().mean()
+    loss.backward()
+    if what == "nan":
+        with pytest.raises(FloatingPointError, match="got NaN or infinity"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    after = zero_ext.full_state_dict(model, rank0_only=False)
+    changed = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    assert changed == (set() if what == "nan" else {name for name in before if "idle" not in name})
 
 
 @on_ranks(2)
@@ -256,9 +307,9 @@ def test_each_matrix_is_orthogonalized_once_and_travels_twice(world: World) -> N
     shapes: list[tuple[int, ...]] = []
     original = muon_stepper.newton_schulz
 
-    def counting(matrix: torch.Tensor, group: Any) -> torch.Tensor:
-        shapes.append(tuple(matrix.shape))
-        return original(matrix, group)
+    def counting(matrices: torch.Tensor, group: Any) -> torch.Tensor:
+        shapes.extend(tuple(matrix.shape) for matrix in matrices)
+        return original(matrices, group)
 
     with mock.patch.object(muon_stepper, "newton_schulz", counting):
         model, _, _ = sharded(world, 2, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ class AdafactorStepper(RangeStepper):
         super().__init__(inputs)
         if inputs.total is None:
             raise zero_ext_bug("rows and columns of all ranks without their sum")
-        self._total: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = inputs.total
+        self._total = inputs.total
         averages_updates = any(group.get("beta1") is not None for group in self._groups)
         fields = moment_fields(inputs.moments_dtype, (EXP_AVG,) if averages_updates else ())
         self._kinds = (MASTER, *fields)

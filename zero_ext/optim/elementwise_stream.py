@@ -198,6 +198,11 @@ class MultiTierStepper:
             for local, index in enumerate(indices)
         }
 
+    def is_collective(self, index: int) -> bool:
+        """See :class:`Stepper`."""
+        stepper, local = self._owner[index]
+        return stepper.is_collective(local)
+
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`."""
         for stepper, indices in self._steppers:

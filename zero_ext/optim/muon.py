@@ -232,17 +232,17 @@ def newton_schulz(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tenso
         matrix: bfloat16; with more than two dimensions a stack of matrices.
         group: settings ns_coefficients, ns_steps and eps.
     """
-    if matrix.dim() > 2:
-        return torch.stack([newton_schulz(each, group) for each in matrix])
     a, b, c = group["ns_coefficients"]
-    tall = matrix.size(0) > matrix.size(1)
-    found = matrix.T if tall else matrix
-    found = found / found.norm().clamp(min=group["eps"])
+    found = matrix.reshape(-1, *matrix.shape[-2:])
+    tall = found.size(1) > found.size(2)
+    found = found.mT if tall else found
+    norms = torch.stack([each.norm() for each in found])
+    found = found / norms.clamp(min=group["eps"])[:, None, None]
     for _ in range(group["ns_steps"]):
-        gram = found @ found.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        found = torch.addmm(found, polynomial, found, beta=a)
-    return found.T if tall else found
+        gram = found @ found.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.baddbmm(found, polynomial, found, beta=a)
+    return (found.mT if tall else found).reshape(matrix.shape)
 
 
 def newton_schulz_cost(shape: Sequence[int]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +20,24 @@ from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.muon import BUFFER, adjusted_lr, newton_schulz, serves
 from zero_ext.optim.stepper import (
     OwnedRange,
+    PendingTransform,
     RangeStepper,
     Segment,
     Stepper,
     StepperInputs,
+    StoredChunk,
     Update,
     send_chunk,
     stored_chunks,
 )
+
+# Of a rank's shards, in a wave. Owners have as much to do on average, and a wave has to have several matrices
+# for each of them: three blocks of a 7B model on 16 ranks.
+WAVE_ELEMENTS = 1 << 25
+WAVES_IN_FLIGHT = 3
+# Of matrices in a batch: on a CPU only small ones are faster so.
+_BATCH_ELEMENTS = 1 << 16
+_DEVICE_BATCH_ELEMENTS = 1 << 24
 
 
 def make_muon_stepper(inputs: StepperInputs) -> Stepper:
@@ -44,8 +55,17 @@ def make_muon_stepper(inputs: StepperInputs) -> Stepper:
     )
 
 
+class _Wave:
+    """Ranges whose matrices are made whole at one time: their directions [n] in bf16 by index."""
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self.updates = updates
+        self.directions: dict[int, torch.Tensor] = {}
+        self.pending: PendingTransform | None = None
+
+
 class MuonStepper(RangeStepper):
-    """``torch.optim.Muon`` on state in memory, its momentum fp32 or bf16.
+    """``torch.optim.Muon`` on state in any tier, its momentum fp32 or bf16.
 
     The momentum is averaged where it is, element by element. Directions go to their owners in bf16, which is
     what Newton-Schulz iterates in, and come back as such: nothing is rounded that torch does not round.
@@ -59,67 +79,125 @@ class MuonStepper(RangeStepper):
         for owned in self._ranges:
             for kind, field in moment_fields(inputs.moments_dtype, (BUFFER,)).items():
                 owned.state.add(kind, field)
+        self._stored = any(is_stored(owned.state.tier) for owned in self._ranges)
         self._group_of = {segment.name: segment.group for owned in self._ranges for segment in owned.segments}
 
-    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
-        """See :class:`Stepper`; a collective. The directions of all ranges exist in bf16 while it runs."""
-        directions: dict[int, torch.Tensor] = {}
-        stored = [each for each in updates if is_stored(self._ranges[each.index].state.tier)]
+    def is_collective(self, index: int) -> bool:
+        """See :class:`Stepper`."""
+        return True
 
-        def average() -> torch.Tensor:
-            directions.update(self._directions(updates, stored, scale, used))
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """See :class:`Stepper`; a collective.
+
+        Ranges go in waves, which bound the memory of directions. While the matrices of one wave are
+        orthogonalized, directions of the next one travel and results of the one before. So a rank that has
+        more to do in one wave may catch up in others.
+        """
+        flying: deque[_Wave] = deque()
+        for wave in self._waves(updates):
+            landed = [flying.popleft()] if len(flying) == WAVES_IN_FLIGHT else []
+            self._read_and_write(landed, wave, scale, used)
+            for each in landed:
+                yield from (update.index for update in each.updates)
+            values = {self._ranges[index]: values for index, values in wave.directions.items()}
+            wave.pending = self._whole.start(values, used.intersection(self._group_of))
+            flying.append(wave)
+            if len(flying) > 1:
+                self._orthogonalize(flying[-2])
+        if flying:
+            self._orthogonalize(flying[-1])
+        for wave in flying:
+            self._descend_wave(wave, used)
+            yield from (update.index for update in wave.updates)
+
+    def _waves(self, updates: Sequence[Update]) -> Iterator[_Wave]:
+        """Yield the updates in order, as many at once as have ``WAVE_ELEMENTS``, but at least one. All ranks
+        have the same waves, as their shards are of one size."""
+        wave: list[Update] = []
+        elements = 0
+        for update in updates:
+            numel = self._ranges[update.index].state.numel
+            if wave and elements + numel > WAVE_ELEMENTS:
+                yield _Wave(wave)
+                wave, elements = [], 0
+            wave.append(update)
+            elements += numel
+        if wave:
+            yield _Wave(wave)
+
+    def _read_and_write(
+        self, landed: Sequence[_Wave], wave: _Wave, scale: torch.Tensor, used: frozenset[str]
+    ) -> None:
+        def move() -> torch.Tensor:
+            for each in landed:
+                self._descend_wave(each, used)
+            self._average_wave(wave, scale, used)
             return torch.zeros(1, dtype=torch.int64, device="cpu")
 
-        # Storage may fail on one rank alone, which the others would wait for.
-        if any(is_stored(owned.state.tier) for owned in self._ranges):
-            self._total(average)
+        # Storage may fail on one rank alone, for which the others would wait.
+        if self._stored:
+            self._total(move)
         else:
-            average()
+            move()
 
-        def orthogonal(name: str, matrix: torch.Tensor) -> torch.Tensor:
-            return newton_schulz(matrix, self._groups[self._group_of[name]])
+    def _orthogonalize(self, wave: _Wave) -> None:
+        if wave.pending is not None:
+            wave.pending.apply(self._orthogonal)
 
-        by_range = {self._ranges[index]: values for index, values in directions.items()}
-        self._whole.apply(by_range, used.intersection(self._group_of), orthogonal)
-        for update in updates:
-            owned = self._ranges[update.index]
-            if not is_stored(owned.state.tier):
-                master = owned.state.read(MASTER, 0, owned.state.numel)
-                stepped = self._descend(update.index, 0, master, directions, used)
-                self._send(owned, master, stepped)
-                yield update.index
-        with contextlib.closing(stored_chunks(self._staging, self._ranges, stored)) as chunks:
-            for chunk in chunks:
-                index, master = chunk.state.index, chunk.state.values[MASTER]
-                stepped = self._descend(index, chunk.state.begin, master, directions, used)
-                chunk.state.changed = True
-                send_chunk(self._ranges[index].output, chunk, stepped)
-        yield from (each.index for each in stored)
+    def _orthogonal(self, matrices: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the orthogonal factors of ``matrices`` by name; those of one shape and group in batches."""
+        alike: dict[tuple[int, torch.Size], list[str]] = defaultdict(list)
+        for name, matrix in matrices.items():
+            alike[self._group_of[name], matrix.shape].append(name)
+        found: dict[str, torch.Tensor] = {}
+        for (group, shape), names in alike.items():
+            limit = _BATCH_ELEMENTS if matrices[names[0]].device.type == "cpu" else _DEVICE_BATCH_ELEMENTS
+            count = max(1, limit // max(1, shape.numel()))
+            for first in range(0, len(names), count):
+                batch = names[first : first + count]
+                stack = torch.stack([matrices[name] for name in batch])
+                found.update(zip(batch, newton_schulz(stack, self._groups[group]), strict=True))
+        return found
 
-    def _directions(
-        self,
-        updates: Sequence[Update],
-        stored: Sequence[Update],
-        scale: torch.Tensor,
-        used: frozenset[str],
-    ) -> dict[int, torch.Tensor]:
-        """Average the momentum of all ranges, and return their directions [n] by index."""
-        found: dict[int, torch.Tensor] = {}
-        for update in updates:
+    def _average_wave(self, wave: _Wave, scale: torch.Tensor, used: frozenset[str]) -> None:
+        """Average the momentum of all ranges, and write their directions."""
+        for update in wave.updates:
             owned = self._ranges[update.index]
             device = self._staging.to_tier(owned.state.tier, scale)[0].device
-            found[update.index] = torch.zeros(owned.state.numel, dtype=torch.bfloat16, device=device)
+            directions = torch.zeros(owned.state.numel, dtype=torch.bfloat16, device=device)
+            wave.directions[update.index] = directions
             if is_stored(owned.state.tier):
                 continue
             for part in self._staging.chunks(owned.state.tier, update.gradient, None):
                 buffer = owned.state.read(BUFFER, part.begin, part.end)
-                self._average(update.index, part.begin, part.gradient, buffer, scale, used, found)
-        with contextlib.closing(stored_chunks(self._staging, self._ranges, stored)) as chunks:
+                self._average(update.index, part.begin, part.gradient, buffer, scale, used, directions)
+        with contextlib.closing(self._stored_chunks(wave, BUFFER)) as chunks:
             for chunk in chunks:
                 index, buffer = chunk.state.index, chunk.state.values[BUFFER]
-                self._average(index, chunk.state.begin, chunk.gradient, buffer, scale, used, found)
+                self._average(
+                    index, chunk.state.begin, chunk.gradient, buffer, scale, used, wave.directions[index]
+                )
                 chunk.state.changed = True
-        return found
+
+    def _descend_wave(self, wave: _Wave, used: frozenset[str]) -> None:
+        """Step the master weights by the directions that came back, and send them to the parameters."""
+        if wave.pending is not None:
+            wave.pending.finish()
+        for update in wave.updates:
+            owned = self._ranges[update.index]
+            if not is_stored(owned.state.tier):
+                master = owned.state.read(MASTER, 0, owned.state.numel)
+                self._send(owned, master, self._descend(update.index, 0, master, wave.directions, used))
+        with contextlib.closing(self._stored_chunks(wave, MASTER)) as chunks:
+            for chunk in chunks:
+                index, master = chunk.state.index, chunk.state.values[MASTER]
+                stepped = self._descend(index, chunk.state.begin, master, wave.directions, used)
+                chunk.state.changed = True
+                send_chunk(self._ranges[index].output, chunk, stepped)
+
+    def _stored_chunks(self, wave: _Wave, kind: str) -> Generator[StoredChunk]:
+        stored = [each for each in wave.updates if is_stored(self._ranges[each.index].state.tier)]
+        return stored_chunks(self._staging, self._ranges, stored, kind)
 
     def _average(
         self,
@@ -129,7 +207,7 @@ class MuonStepper(RangeStepper):
         buffer: torch.Tensor,
         scale: torch.Tensor,
         used: frozenset[str],
-        directions: Mapping[int, torch.Tensor],
+        directions: torch.Tensor,
     ) -> None:
         """Average ``gradient`` [n] times ``scale`` into ``buffer`` [n], the elements from ``begin`` on."""
         scaled = gradient.to(buffer.device, torch.float32) * scale.to(buffer.device)
@@ -138,7 +216,7 @@ class MuonStepper(RangeStepper):
             average = buffer[first:last].float().lerp_(own, 1 - group["momentum"])
             buffer[first:last] = average
             direction = own.lerp(average, group["momentum"]) if group["nesterov"] else average
-            directions[index][begin + first : begin + last] = direction
+            directions[begin + first : begin + last] = direction
 
     def _descend(
         self,

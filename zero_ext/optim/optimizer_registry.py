@@ -32,6 +32,7 @@ from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.muon import serves
 from zero_ext.optim.one_bit import OneBitOptimizer
 from zero_ext.optim.one_bit_steppers import OneBitStepper
+from zero_ext.optim.owner_stepper import OwnerStepper
 from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, WholeTensors
 
 
@@ -93,6 +94,19 @@ _INSTEAD = (
 )
 
 
+_AT_OWNERS = "zero_ext_whole_tensors"  # set on an optimizer, so that copies of it have it
+
+
+def declare_whole_tensors(optimizer: optim.Optimizer, declared: bool) -> None:
+    """Note whether the user declares that ``optimizer`` needs full tensors and steps each by itself."""
+    setattr(optimizer, _AT_OWNERS, declared)
+
+
+def steps_at_owners(optimizer: optim.Optimizer | None) -> bool:
+    """Return whether the own code of ``optimizer`` runs on full tensors, each at its owner."""
+    return bool(getattr(optimizer, _AT_OWNERS, False))
+
+
 def entry_of(kind: type[optim.Optimizer]) -> OptimizerEntry | None:
     """Return the entry of a class, None if it is not in the table."""
     # By name, so that no package is imported for its class.
@@ -103,7 +117,12 @@ def entry_of(kind: type[optim.Optimizer]) -> OptimizerEntry | None:
 
 
 def fused_entry(optimizer: optim.Optimizer) -> OptimizerEntry | None:
-    """Return the entry of ``optimizer`` if a fused op computes what it would, else None."""
+    """Return the entry of ``optimizer`` if a fused op, or its own code at the owners of full tensors,
+    computes what it would, else None."""
+    if steps_at_owners(optimizer):
+        kind = type(optimizer)
+        traits = OptimizerTraits(kind.__qualname__, kind.__module__, on_nvme="never", whole_tensors=True)
+        return OptimizerEntry(traits, kind, OwnerStepper)
     # A subclass may step otherwise, except of those that step in the engine alone.
     kinds = type(optimizer).__mro__ if is_one_bit(optimizer) else (type(optimizer),)
     entry = next((found for kind in kinds if (found := entry_of(kind)) is not None), None)
@@ -163,6 +182,12 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
             "Its step needs sums over all ranks, which are made once for all layers, when all gradients are "
             "ready and before any weight changes. Set offload.update_mode to 'after_backward'."
         )
+    if steps_at_owners(optimizer) and when != "after_backward":
+        raise ValueError(
+            "offload.update_mode: expected 'after_backward' with whole_tensors=True, got "
+            f"'{when}'. All tensors are stepped at their owners together, once for every change of the param "
+            "groups' own entries. Set offload.update_mode to 'after_backward'."
+        )
     if needs_whole_tensors(optimizer) and when == "delayed":
         raise ValueError(
             "offload.update_mode: expected 'after_backward' or 'in_backward' with "
@@ -190,7 +215,8 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
         raise ValueError(
             f"optimizer {name}: it is not known to be element-wise, which running on shards needs. "
             f"{_INSTEAD} If each element's update depends on that element alone, pass elementwise=True to "
-            "zero_ext.prepare, which then checks it once on a small vector."
+            "zero_ext.prepare, which then checks it once on a small vector. If it needs tensors in full and "
+            "steps each by itself, pass whole_tensors=True."
         )
     _try_out(optimizer, name)
 

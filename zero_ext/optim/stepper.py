@@ -104,9 +104,13 @@ class Update:
     gradient: ShardStorage
 
 
-# The sum over all ranks of int64 or float64 values in host memory that the given call finds on each; a
-# collective that fails on all of them if the call fails on one. What all ranks hold alike counts once.
-Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+class Total(Protocol):
+    """The sum over all ranks of int64 or float64 values in host memory that a call finds on each. What all
+    ranks hold alike counts once. A collective that fails on all of them if the call fails on one, where it
+    uses storage or is ``fallible``."""
+
+    def __call__(self, own: Callable[[], torch.Tensor], fallible: bool = False) -> torch.Tensor:
+        """Return the sum of what ``own`` returns."""
 
 
 class UnshardedState(NamedTuple):
@@ -141,16 +145,30 @@ class UnshardedState(NamedTuple):
         )
 
 
+class PendingTransform(Protocol):
+    """Tensors on their way to the ranks that have them whole, or back."""
+
+    def apply(self, transform: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]) -> None:
+        """Wait for them, and begin to send what ``transform`` makes of them by name."""
+
+    def finish(self) -> None:
+        """Wait for the results, which replace the values."""
+
+    def full_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Wait for them, and return those that this rank owns, by name. Nothing is sent back."""
+
+
 class WholeTensors(Protocol):
     """Makes tensors whole at one rank each, in the middle of a step on shards."""
 
-    def apply(
-        self,
-        values: Mapping[OwnedRange, torch.Tensor],
-        used: Collection[str],
-        transform: Callable[[str, torch.Tensor], torch.Tensor],
-    ) -> None:
+    def start(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> PendingTransform:
         """See :class:`zero_ext.zero.step.owner_exchange.OwnerExchange`."""
+
+    def dealt_by(self, cost: Callable[[Sequence[int]], int]) -> WholeTensors:
+        """Return the same with owners by another cost of a tensor's shape."""
+
+    def own_tensors(self) -> Mapping[str, bool]:
+        """Return the tensors that this rank owns, and whether all other ranks own them, too."""
 
 
 class Stepper(Protocol):
@@ -163,6 +181,9 @@ class Stepper(Protocol):
     @property
     def reads_scale_on_device(self) -> bool:
         """See above."""
+
+    def is_collective(self, index: int) -> bool:
+        """Return whether a step on this range is a collective, which all ranks have to make at one time."""
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """One optimizer step on some ranges: gradients times `scale` (0-d float32), for the parameters
@@ -242,6 +263,10 @@ class RangeStepper:
         """See :class:`Stepper`."""
         return False
 
+    def is_collective(self, index: int) -> bool:
+        """See :class:`Stepper`."""
+        return False
+
     def watch(self, flag: NonFiniteFlag) -> None:
         """Raise ``flag`` for results that are not finite. See :meth:`Stepper.watch`."""
         self._flag = flag
@@ -280,16 +305,17 @@ class StoredChunk(NamedTuple):
 
 
 def stored_chunks(
-    staging: StepStaging, ranges: Sequence[OwnedRange], updates: Sequence[Update]
+    staging: StepStaging, ranges: Sequence[OwnedRange], updates: Sequence[Update], kind: str | None = None
 ) -> Generator[StoredChunk]:
-    """Yield the chunks of the ranges in ``updates``, with state in storage; one is valid until the next."""
+    """Yield the chunks of the ranges in ``updates``, with state in storage; one is valid until the next. See
+    :func:`visit_chunks` for ``kind``."""
     if not updates:
         return
     gradients = {update.index: update.gradient for update in updates}
     states = [(index, stored_state(ranges[index])) for index in gradients]
     stream = states[0][1].stream
     buffers = staging.state_chunk_buffers(stream.chunk_bytes, stream.chunk_elements)
-    with contextlib.closing(visit_chunks(stream, states, buffers.buffers)) as chunks:
+    with contextlib.closing(visit_chunks(stream, states, buffers.buffers, kind)) as chunks:
         for chunk in chunks:
             shard = gradients[chunk.index]
             gradient = staging.fetch_gradient(shard, chunk.begin, chunk.end, TIERS[shard.tier].near)
@@ -303,6 +329,19 @@ def stored_state(owned: OwnedRange) -> NvmeState:
     if not isinstance(owned.state, NvmeState):
         raise zero_ext_bug(f"state in tier '{owned.state.tier}' does not stream")
     return owned.state
+
+
+def send_parameters(staging: StepStaging, owned: OwnedRange, stepped: Sequence[tuple[int, int]]) -> None:
+    """Send the master weights of a range in memory to its parameters. Ranges in ``stepped`` changed."""
+    if owned.output is None:
+        return
+    master = owned.state.read(MASTER, 0, owned.state.numel)
+    if is_stored(owned.output.tier):
+        # All of it, else the rest of a block would have to be read. Unchanged values are written again.
+        staging.send(master, owned.output, owned.state.tier)
+        return
+    for first, last in stepped:
+        put(owned.output, first, master[first:last], owned.state.tier)
 
 
 def send_chunk(output: ShardStorage | None, chunk: StoredChunk, stepped: Sequence[tuple[int, int]]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
-from zero_ext.config.buffer_sizes import CHUNK_BUFFERS
+from zero_ext.config.buffer_sizes import CHUNK_BUFFERS, STORAGE_ALIGNMENT
 from zero_ext.config.events import Bus
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.nvme.nvme_store import NvmeStore, Transfer
@@ -235,7 +235,7 @@ def _location_of(shard: ShardStorage | None) -> tuple[int, torch.Tensor]:
 
 @dataclass
 class StateChunk:
-    """Elements [begin, end) of the range ``index``: their ``values`` by kind, memory that may be changed.
+    """Elements [begin, end) of the range ``index``: their ``values`` of ``kinds``, which may be changed.
 
     Who changes them sets ``changed``; else they are not written back, unless all of the state moves.
     """
@@ -244,20 +244,28 @@ class StateChunk:
     state: NvmeState
     begin: int
     end: int
+    kinds: Sequence[str]
+    first_byte: int  # of the values that move, in the extent of the chunk
+    nbytes: int
+    revisited: bool = False  # all of it moved in the step before: it is where that wrote it
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     changed: bool = False
 
 
 def visit_chunks(
-    stream: StateStream, states: Sequence[tuple[int, NvmeState]], buffers: Sequence[torch.Tensor]
+    stream: StateStream,
+    states: Sequence[tuple[int, NvmeState]],
+    buffers: Sequence[torch.Tensor],
+    kind: str | None = None,
 ) -> Generator[StateChunk]:
     """Yield every chunk of ``states``, which come with their index, in order; their kinds have a value an
     element. While one is worked on the next is read and the last, if it was changed, written.
 
-    ``buffers`` are ``CHUNK_BUFFERS`` of ``stream.chunk_bytes`` bytes. Raises ``RuntimeError`` if a transfer
-    failed; none is in flight once the iterator has ended or was closed.
+    ``buffers`` are ``CHUNK_BUFFERS`` of ``stream.chunk_bytes`` bytes. With ``kind`` its values alone move
+    where they are whole blocks, for steps that visit each kind in turn, the master weights last. Raises
+    ``RuntimeError`` if a transfer failed; none is in flight once the iterator has ended or was closed.
     """
-    chunks = [StateChunk(index, state, *span) for index, state in states for span in state.spans()]
+    chunks = [_chunk(stream, index, state, *span, kind) for index, state in states for span in state.spans()]
     reads: deque[Transfer] = deque()
     writes: deque[Transfer | None] = deque()
 
@@ -265,8 +273,7 @@ def visit_chunks(
         return _start(stream, chunks[number], memory(number), writing)
 
     def memory(number: int) -> torch.Tensor:
-        chunk = chunks[number]
-        return buffers[number % CHUNK_BUFFERS][: stream.extent_bytes(chunk.end - chunk.begin)]
+        return buffers[number % CHUNK_BUFFERS][: chunks[number].nbytes]
 
     try:
         for number, chunk in enumerate(chunks):
@@ -292,18 +299,32 @@ def visit_chunks(
                 _wait(transfer)
 
 
+def _chunk(
+    stream: StateStream, index: int, state: NvmeState, begin: int, end: int, kind: str | None
+) -> StateChunk:
+    kinds, numel, first = list(stream.kinds), end - begin, 0
+    for other, entry in stream.kinds.items() if kind is not None else ():
+        nbytes = numel * entry.dtype.itemsize
+        if other == kind and not (first | nbytes) % STORAGE_ALIGNMENT:
+            return StateChunk(index, state, begin, end, [kind], first, nbytes)
+        first += nbytes
+    return StateChunk(index, state, begin, end, kinds, 0, stream.extent_bytes(numel), kind == MASTER)
+
+
 def _start(stream: StateStream, chunk: StateChunk, memory: torch.Tensor, writing: bool) -> Transfer:
     extent = chunk.state.extent(chunk.begin, chunk.end)
     if writing:
         stream.transfers.record("host", "nvme", memory.nbytes)
-        return stream.store.write(extent.target, memory)
+        return stream.store.write(extent.target + chunk.first_byte, memory)
     stream.transfers.record("nvme", "host", memory.nbytes)
-    return stream.store.read(extent.offset, memory)
+    source = extent.target if chunk.revisited else extent.offset
+    return stream.store.read(source + chunk.first_byte, memory)
 
 
 def _values(stream: StateStream, chunk: StateChunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     values, first = {}, 0
-    for kind, entry in stream.kinds.items():
+    for kind in chunk.kinds:
+        entry = stream.kinds[kind]
         if entry.elements != 1:
             raise zero_ext_bug(f"'{kind}' has an entry for {entry.elements} elements")
         last = first + (chunk.end - chunk.begin) * entry.dtype.itemsize

@@ -90,6 +90,7 @@ class EngineState:
         self.config: ZeroConfig = engine.config
         self.everyone: Collectives = engine.collectives  # of all ranks that save and load together
         self.optimizer_class = None if optimizer is None else type(optimizer).__qualname__
+        self._loaded_kinds: Mapping[str, tuple[str, ...]] = {}  # by parameter, in the checkpoint of a load
         self._undo: tuple[Callable[[], None], ...] = ()  # what a load made that has not changed anything yet
 
     @property
@@ -253,6 +254,13 @@ class EngineState:
                 f"checkpoint: expected state of {own['optimizer_class']} as this model has it, got another "
                 "form. Give the optimizer the settings that it was saved with, such as amsgrad."
             )
+        for name, entry in state["optimizer"].items():
+            stored = set(self._loaded_kinds.get(name, ())) - {"master"}
+            if isinstance(entry, dict) and entry.get("has_state") and not stored:
+                raise ValueError(
+                    f"checkpoint: expected the optimizer's state of '{name}', got none. Load another "
+                    "checkpoint, or the weights alone by load_checkpoint(..., optimizer=False)."
+                )
         # Within a group the order says nothing: all state goes by name.
         groups, saved = ([set(group["params"]) for group in each["param_groups"]] for each in (own, state))
         if groups != saved:
@@ -268,6 +276,7 @@ class EngineState:
         """Make lazily created optimizer state exist for the kinds of state a checkpoint holds."""
         step = self._engine.optimizer_step
         if step.stepper is not None:
+            self._loaded_kinds = kinds
             tiles = self._engine.full_tensors.to_tiles(kinds)
             self._undo = step.stepper.make_state(tiles), step.updates.prepare_auxiliary_state(tiles)
 

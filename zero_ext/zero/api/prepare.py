@@ -20,6 +20,7 @@ from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.offload import StatePlacement
 from zero_ext.offload import Device, TierManager
 from zero_ext.optim.optimizer_registry import (
+    declare_whole_tensors,
     is_one_bit,
 )
 from zero_ext.zero.api.engine_lookup import (
@@ -78,6 +79,7 @@ def prepare(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     wrap: bool = True,
     elementwise: bool = False,
+    whole_tensors: bool = False,
     init: Literal["broadcast", "skip"] = "broadcast",
     device: torch.device | str | None = None,
     activation_group: dist.ProcessGroup | None = None,
@@ -108,6 +110,9 @@ def prepare(
         wrap: return the model inside [`ZeroModule`][zero_ext.ZeroModule]; False returns the user's own
             object.
         elementwise: declares an unknown optimizer class to be element-wise; it is checked by trial.
+        whole_tensors: declares that `optimizer` needs full tensors and steps each by itself, as Shampoo and
+            SOAP; it is checked by trial. Its own code then runs at one rank per tensor, its owner, which also
+            keeps the tensor's state.
         init: "broadcast" copies rank 0's initial values to all ranks. "skip" skips them: parameters are zero
             until a checkpoint is loaded, and may be on the meta device.
         device: where the model trains. Default: where its parameters are, or, if they are nowhere yet (meta,
@@ -143,6 +148,8 @@ def prepare(
     settings = load_config(config)
     plain, optimizer = without_compiler(unwrapped(model), settings), original_optimizer(optimizer)
     model = unwrapped(plain.model)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        declare_whole_tensors(optimizer, whole_tensors)
     if optimizer is None:
         settings = settings.replace(offload=settings.offload.of_params_alone())
     check_modules(model)

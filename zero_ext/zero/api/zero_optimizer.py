@@ -9,7 +9,7 @@ import torch
 
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import Values, copy_of, count, replace
-from zero_ext.optim import Stepper, UnshardedState, make_stepper, moments_dtype_named
+from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
 from zero_ext.optim.elementwise import on_other_tensors
 from zero_ext.zero.api.engine_state import owned_state, unsharded_state
 from zero_ext.zero.engine import Engine
@@ -155,7 +155,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         world = {"rank": engine.rank, "world_size": engine.world_size, "stage": engine.config.stage}
         return {
             "shards": shards,
-            "unsharded": {key: state.tensor.clone() for key, state in self._live_unsharded().items()},
+            "unsharded": {key: tensor.clone() for key, tensor in self._live_unsharded().items()},
             "scalars": stepper.scalars(),
             "param_groups": groups,
             "layout": world,
@@ -184,17 +184,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "others. Build the param groups as when it was saved."
             )
         stepper, updates = self._stepper(), self.engine.updates
-        saved: dict[str, torch.Tensor] = state_dict.get("unsharded", {})
+        loaded: dict[str, torch.Tensor] = {**state_dict["shards"], **state_dict.get("unsharded", {})}
         kinds: dict[str, tuple[str, ...]] = {}
-        for key in (*state_dict["shards"], *(f"{key}/" for key in saved)):
-            kind, _, rest = key.partition("/")
-            name = rest.rpartition("/")[0]
+        for key in loaded:
+            kind, name, *_ = key.split("/")
             kinds[name] = (*kinds.get(name, ()), kind)
         undo, undo_auxiliary = stepper.make_state(kinds), updates.prepare_auxiliary_state(kinds)
         live, unsharded = self._live_shards(), self._live_unsharded()
-        shapes = {key: tuple(state.tensor.shape) for key, state in unsharded.items()}
-        shapes |= {key: (count(values),) for key, values in live.items()}
-        problem = _mismatch(shapes, {**state_dict["shards"], **saved})
+        shapes = {key: tuple(tensor.shape) for key, tensor in unsharded.items()}
+        problem = _mismatch(shapes | {key: (count(values),) for key, values in live.items()}, loaded)
         if ranks_where(self.engine.collectives, problem is not None, "loading the optimizer's state"):
             undo()
             undo_auxiliary()
@@ -204,9 +202,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for key, values in live.items():
-            replace(values, state_dict["shards"][key])
-        for key, state in unsharded.items():
-            state.tensor.copy_(saved[key])
+            replace(values, loaded[key])
+        for key, tensor in unsharded.items():
+            tensor.copy_(loaded[key])
         self.engine.refresh_parameters()
         updates.restore()
 
@@ -225,9 +223,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             found += ((auxiliary.kind, *each) for each in auxiliary.by_parameter(layout))
         return {f"{kind}/{name}/{start}": values for kind, name, start, values in found}
 
-    def _live_unsharded(self) -> dict[str, UnshardedState]:
+    def _live_unsharded(self) -> dict[str, torch.Tensor]:
         """Return all state of this rank that is not sharded, by kind and parameter."""
-        return {f"{state.kind}/{state.name}": state for state in unsharded_state(self.engine)}
+        return {f"{state.kind}/{state.name}": state.tensor for state in unsharded_state(self.engine)}
 
 
 def original_optimizer(optimizer: Any) -> Any:

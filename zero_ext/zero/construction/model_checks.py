@@ -22,7 +22,9 @@ from zero_ext.optim.optimizer_registry import (
     fusible,
     needs_norms,
     needs_whole_tensors,
+    steps_at_owners,
 )
+from zero_ext.optim.owner_trial import check_owner_steps
 from zero_ext.zero.construction.grouping import DTYPES, OwnedParameter
 from zero_ext.zero.units.dtensor_local import check_placement, is_distributed
 from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed
@@ -134,9 +136,25 @@ def check_optimizer(
             f"units.tiles: expected none with {type(optimizer).__name__}, which needs whole matrices, got "
             f"{dict(settings.units.tiles)}. Remove the key."
         )
-    if not fusible(optimizer):
+    if steps_at_owners(optimizer):
+        _check_at_owners(optimizer, elementwise, settings)
+    elif not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
     check_one_bit_optimizer(optimizer, settings, is_partial(owned, groups))
+
+
+def _check_at_owners(optimizer: torch.optim.Optimizer, elementwise: bool, settings: ZeroConfig) -> None:
+    if elementwise:
+        raise ValueError(
+            "prepare: expected elementwise=True or whole_tensors=True, got both. Pass whole_tensors=True "
+            "only if the update of an element depends on others."
+        )
+    if settings.offload.optimizer == "nvme":
+        raise ValueError(
+            "offload.optimizer: expected 'device' or 'host' with whole_tensors=True, got 'nvme'. State at "
+            "the owners of tensors has shapes of its own and is kept in memory. Use 'host'."
+        )
+    check_owner_steps(optimizer)
 
 
 def check_experts(

@@ -130,9 +130,12 @@ class OptimizerStep:
             self.updates = UpdatesAfterBackward(inputs)
         self.updates.flag = self._flag
 
-    def _total(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
-        stored = any_stored(self._masters, self._gradients)
-        values = raise_on_all_ranks(self._collectives, own, "reading the state for a step", stored=stored)
+    def _total(self, own: Callable[[], torch.Tensor], fallible: bool = False) -> torch.Tensor:
+        stored = fallible or any_stored(self._masters, self._gradients)
+        what, advice = (
+            ("the optimizer's own code", MIXTURE) if fallible else ("reading the state for a step", "")
+        )
+        values = raise_on_all_ranks(self._collectives, own, what, advice, stored=stored)
         sharded = any(master.unit.placement.optimizer for master in self._masters)
         return self._collectives.sum_(values, "norms of the optimizer") if sharded else values
 
@@ -249,8 +252,7 @@ class OptimizerStep:
         # Later the step checks gradients that are still in transfer: the host would wait for the device here.
         waits = gradients.storage.is_async and self._when != "in_backward"
         looks = self._last_pass and self._looks_at_gradients and not waits
-        if not looks or self._checks.look_at(gradients):
-            self.updates.reduced(gradients)
+        self.updates.reduced(gradients, not looks or self._checks.look_at(gradients))
 
     @property
     def _looks_at_gradients(self) -> bool:

@@ -23,7 +23,7 @@ from zero_ext.zero.step.update_schedule import (
     publish,
     settings_of,
 )
-from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
+from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks, ranks_where
 from zero_ext.zero.units.master_weights import follow_writes
 
 _INSTEAD = "set offload.update_mode to 'after_backward'"
@@ -85,12 +85,19 @@ class UpdatesInBackward(UpdatesAfterBackward):
         if self._last and (self._number_of[gradients] in self._early or gradients.reducing):
             self._refuse_late(gradients)
 
-    def reduced(self, gradients: UnitGradients) -> None:
+    def reduced(self, gradients: UnitGradients, finite: bool) -> None:
         """Update the unit if its gradients are all there."""
         number = self._number_of[gradients]
-        if number in self._early:
+        late = number in self._early
+        if late and finite:
             self._refuse_late(gradients)
-        elif self._last and self._error is None and gradients.contributed and gradients.complete:
+        ready = self._last and finite and not late and self._error is None
+        ready = ready and bool(gradients.contributed) and gradients.complete
+        if self._last and self._stepper.is_collective(number):
+            # Reductions end in one order on all ranks.
+            label = f"agreement on the update of {gradients.unit.name}"
+            ready = not ranks_where(self._collectives, not ready, label)
+        if ready:
             self._update(number, gradients)
 
     def _update(self, number: int, gradients: UnitGradients) -> None:
@@ -132,14 +139,26 @@ class UpdatesInBackward(UpdatesAfterBackward):
         self.rolled_back_steps += self.rolled_back
         self.committed_steps += self._on_trial and bool(self._early) and not self.rolled_back
         try:
-            raise_on_all_ranks(
-                self._collectives, lambda: self._finish(scale, used), "the optimizer step", MIXTURE
-            )
+            if any(self._stepper.is_collective(number) for number in range(len(self._masters))):
+                # Before the step, in which the others would wait for a rank that has failed.
+                self._on_all_ranks(lambda: self._settle(used))
+                self._on_all_ranks(lambda: self._update_others(scale, used))
+            else:
+
+                def both() -> None:
+                    self._settle(used)
+                    self._update_others(scale, used)
+
+                self._on_all_ranks(both)
         finally:
             self.drop()
         publish(gradients.unit for gradients in self._gradients if gradients.contributed)
 
-    def _finish(self, scale: torch.Tensor, used: frozenset[str]) -> None:
+    def _on_all_ranks(self, action: Callable[[], object]) -> None:
+        raise_on_all_ranks(self._collectives, action, "the optimizer step", MIXTURE)
+
+    def _settle(self, used: frozenset[str]) -> None:
+        """Check the updates in backward, and commit trial ones or roll them back."""
         if self._error is not None:
             raise self._error
         if self._stale is not None:
@@ -164,6 +183,8 @@ class UpdatesInBackward(UpdatesAfterBackward):
                 (self._stepper.rollback if self.rolled_back else self._stepper.commit)(number)
             if self.rolled_back and self.flag is not None:
                 self.flag.lower()
+
+    def _update_others(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         # Updates that were rolled back are made again, with the scale of the step.
         done = () if self.rolled_back else self._early
         list(self._stepper.step(self._updates(done), scale, used))

@@ -96,8 +96,8 @@ class UpdateSchedule:
     def gradient_arrived(self, gradients: UnitGradients) -> None:
         """Handle a new gradient of this unit."""
 
-    def reduced(self, gradients: UnitGradients) -> None:
-        """Handle a finished reduction of this unit."""
+    def reduced(self, gradients: UnitGradients, finite: bool) -> None:
+        """Handle a finished reduction of this unit. Gradients that are not ``finite`` start no update."""
 
     def read(self, gradients: UnitGradients, index: int) -> None:
         """Backward runs code of the model again that reads parameter ``index`` of this unit."""
