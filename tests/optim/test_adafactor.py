@@ -152,7 +152,9 @@ def test_equals_the_librarys_own(world: World, settings: dict[str, Any]) -> None
             model, optimizer = prepared(world, stage, section, **settings)
             own = train(world, model, optimizer, 0, STEPS)
             found = zero_ext.full_state_dict(model, rank0_only=False)
-        assert own == pytest.approx([each[world.rank] for each in losses], rel=1e-6), (stage, offload)
+        # A loss that falls to nearly nothing is a difference of values of the first one's size.
+        expected = pytest.approx([each[world.rank] for each in losses], rel=1e-6, abs=1e-6 * own[0])
+        assert own == expected, (stage, offload)
         check_near(found, parameters, (stage, offload))
         seen = seen or found
         assert all(torch.equal(found[name], value) for name, value in seen.items()), (stage, offload)

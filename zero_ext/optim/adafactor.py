@@ -179,15 +179,15 @@ class FactoredLayout:
         outer, inner = self._by_lines(rows, columns)
         for piece in self._pieces(start, values.numel()):
             _, _, *line = self._extents
-            squares = values.new_zeros(piece.blocks * piece.lines * math.prod(line))
-            torch.square(
-                values[piece.begin : piece.end],
-                out=squares[piece.padding : piece.padding + piece.end - piece.begin],
-            )
+            # Sums that also convert are 20 times slower on a CPU.
+            numel = piece.blocks * piece.lines * math.prod(line)
+            squares = torch.zeros(numel, dtype=torch.float64, device=values.device)
+            own = squares[piece.padding : piece.padding + piece.end - piece.begin]
+            own.copy_(values[piece.begin : piece.end]).square_()
             squares = squares.view(piece.blocks, piece.lines, *line)
             blocks = slice(piece.block, piece.block + piece.blocks)
-            outer[blocks, piece.line : piece.line + piece.lines] += squares.sum(3, dtype=torch.float64)
-            inner[blocks] += squares.sum(1, dtype=torch.float64)
+            outer[blocks, piece.line : piece.line + piece.lines] += squares.sum(3)
+            inner[blocks] += squares.sum(1)
 
     def rows_of(self, sums: torch.Tensor) -> torch.Tensor:
         """Return sums over rows [row_shape] as :meth:`add_squares` has added them up."""

@@ -27,8 +27,9 @@ from zero_ext.optim.stepper import (
     stored_chunks,
 )
 
-# Gradient, squares and update of a slice are in fp32 at the same time.
-_SLICE_ELEMENTS = 4 << 20
+# Of a slice that is updated there are copies in fp32 and float64. A CPU keeps these in its cache. On an
+# accelerator the launches of kernels decide. By whether it is a CPU.
+_SLICE_ELEMENTS = (1 << 23, 1 << 17)
 
 _Averages = tuple[torch.Tensor, ...]  # of rows and columns; or of this rank's elements of a vector
 
@@ -177,7 +178,7 @@ class AdafactorStepper(RangeStepper):
                 gradient = _scaled(part, first, last, scale, each.settings)
                 rows, columns, weight = each.sums(tables.on(part.device))
                 if each.settings.scales:
-                    weight += part.values[MASTER][first:last].square().sum(dtype=torch.float64)
+                    weight += _square_sum(part.values[MASTER][first:last])
                 offset = part.begin + first - each.segment.begin
                 if each.layout is not None:
                     each.layout.add_squares(gradient, each.segment.start + offset, rows, columns)
@@ -202,7 +203,7 @@ class AdafactorStepper(RangeStepper):
             for (first, last), each in self._inside(part, steps):
                 gradient = _scaled(part, first, last, scale, each.settings)
                 update = each.update(gradient, part.begin + first - each.segment.begin)
-                tables.on(part.device)[order[each.segment.name]] += update.square_().sum(dtype=torch.float64)
+                tables.on(part.device)[order[each.segment.name]] += _square_sum(update)
         return tables.total()
 
     def _apply(
@@ -289,10 +290,11 @@ class AdafactorStepper(RangeStepper):
             if segment.name in steps and segment.numel
         ]
         bounds, rows = [(begin, end) for begin, end, _ in found], [each for _, _, each in found]
+        size = _SLICE_ELEMENTS[part.device.type == "cpu"]
         covered = inside(part.begin, part.begin + part.gradient.numel(), bounds, rows)
         for (begin, end), each in zip(*covered, strict=True):
-            for first in range(begin, end, _SLICE_ELEMENTS):
-                yield (first, min(first + _SLICE_ELEMENTS, end)), each
+            for first in range(begin, end, size):
+                yield (first, min(first + size, end)), each
 
     # -- state --------------------------------------------------------------------------------------------
 
@@ -368,6 +370,12 @@ class _Tables:
         for table in self._tables.values():
             total += table.cpu()
         return total
+
+
+def _square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of ``values`` [n] in float64, 0-d."""
+    wide = values.double()
+    return wide.dot(wide)
 
 
 def _numel(segment: Segment) -> int:
