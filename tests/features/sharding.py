@@ -28,7 +28,7 @@ def lamb(parameters: Any) -> torch.optim.Optimizer:
     return zero_ext.Lamb(parameters, lr=1e-3, weight_decay=0.1)
 
 
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "lion": lion, "lamb": lamb}
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "lion": lion, "lamb": lamb, "adafactor": torch.optim.Adafactor}
 
 
 def on_host(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

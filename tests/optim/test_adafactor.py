@@ -30,6 +30,7 @@ from tests.zero.training import (
     train_plain,
 )
 from tests.zero.training import prepared as prepare_for
+from zero_ext.checkpoint.inspection import inspect_checkpoint
 from zero_ext.config import OptimizerConfig
 from zero_ext.optim import Segment, make_stepper
 from zero_ext.optim.adafactor import FactoredLayout, adafactor_settings
@@ -216,6 +217,7 @@ def test_resumed_in_another_stage_and_tier(world: World, settings: dict[str, Any
         model, optimizer = prepared(world, 3, {}, **settings)
         train(world, model, optimizer, 0, 3)
         zero_ext.save_checkpoint(folder, model)
+        stored = inspect_checkpoint(folder).bytes_by_kind
         saved = optimizer.state_dict()
         train(world, model, optimizer, 3, 6)
         wanted = zero_ext.full_state_dict(model, rank0_only=False)
@@ -235,6 +237,7 @@ def test_resumed_in_another_stage_and_tier(world: World, settings: dict[str, Any
         shapes = {kind: each.shape for kind, each in reference.state[parameter].items() if "_" in kind}
         for kind, shape in shapes.items() if parameter.dim() > 1 and parameter.numel() else ():
             assert kind == "exp_avg" or saved["unsharded"][f"{kind}/{name}"].shape == shape, (kind, name)
+            assert stored[kind] >= 4 * shape.numel()
 
 
 @on_ranks(3)

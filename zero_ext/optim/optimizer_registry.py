@@ -28,11 +28,11 @@ from zero_ext.optim.elementwise import (
     on_other_tensors,
 )
 from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierStepper
+from zero_ext.optim.full_tensors.owner_stepper import OwnerStepper
 from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.muon import serves
 from zero_ext.optim.one_bit import OneBitOptimizer
 from zero_ext.optim.one_bit_steppers import OneBitStepper
-from zero_ext.optim.owner_stepper import OwnerStepper
 from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, WholeTensors
 
 
@@ -97,9 +97,12 @@ _INSTEAD = (
 _AT_OWNERS = "zero_ext_whole_tensors"  # set on an optimizer, so that copies of it have it
 
 
-def declare_whole_tensors(optimizer: optim.Optimizer, declared: bool) -> None:
-    """Note whether the user declares that ``optimizer`` needs full tensors and steps each by itself."""
-    setattr(optimizer, _AT_OWNERS, declared)
+def declare_at_owners(optimizer: Any, declared: bool) -> Any:
+    """Return the user's ``optimizer``, marked if it is declared to need full tensors and to step each by
+    itself."""
+    if isinstance(optimizer, optim.Optimizer):
+        setattr(optimizer, _AT_OWNERS, declared)
+    return optimizer
 
 
 def steps_at_owners(optimizer: optim.Optimizer | None) -> bool:

@@ -131,17 +131,16 @@ class UnshardedState(NamedTuple):
         if tensor.is_contiguous():
             return tensor.view(-1)
 
-        def positions(begin: int, end: int) -> torch.Tensor:
-            return torch.arange(begin, end, device=tensor.device)
+        def write(begin: int, values: torch.Tensor) -> None:
+            positions = torch.arange(begin, begin + values.numel(), device=tensor.device)
+            tensor.put_(positions, values.to(tensor.device))
 
         return StorageRange(
             0,
             tensor.numel(),
             tensor.dtype,
-            lambda begin, end: tensor.take(positions(begin, end)),
-            lambda begin, values: tensor.put_(
-                positions(begin, begin + values.numel()), values.to(tensor.device)
-            ),
+            lambda begin, end: tensor.flatten()[begin:end],
+            write,
         )
 
 

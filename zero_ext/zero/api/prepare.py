@@ -20,7 +20,7 @@ from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.offload import StatePlacement
 from zero_ext.offload import Device, TierManager
 from zero_ext.optim.optimizer_registry import (
-    declare_whole_tensors,
+    declare_at_owners,
     is_one_bit,
 )
 from zero_ext.zero.api.engine_lookup import (
@@ -145,11 +145,9 @@ def prepare(
         >>> losses[-1] < losses[0]
         True
     """
-    settings = load_config(config)
-    plain, optimizer = without_compiler(unwrapped(model), settings), original_optimizer(optimizer)
+    settings, optimizer = load_config(config), declare_at_owners(original_optimizer(optimizer), whole_tensors)
+    plain = without_compiler(unwrapped(model), settings)
     model = unwrapped(plain.model)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        declare_whole_tensors(optimizer, whole_tensors)
     if optimizer is None:
         settings = settings.replace(offload=settings.offload.of_params_alone())
     check_modules(model)
@@ -163,8 +161,7 @@ def prepare(
         )
     train_device = Device(device_of(owned, device))
     collectives, settings = _join(groups, settings, train_device)
-    aliases = find_aliases(model, owned)
-    before = engines_before(model, owned)
+    aliases, before = find_aliases(model, owned), engines_before(model, owned)
     check_parameters(model, owned, optimizer, groups, collectives.world_size)
     own_settings = restrict_to_local_modules(model, settings, collectives.model)
     tiling = plan_tiling(model, own_settings.units.tiles)

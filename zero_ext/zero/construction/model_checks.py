@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import show
 from zero_ext.optim.elementwise import was_stepped
+from zero_ext.optim.full_tensors.owner_trial import check_owner_steps
 from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.optim.optimizer_registry import (
     check_elementwise,
@@ -24,7 +25,6 @@ from zero_ext.optim.optimizer_registry import (
     needs_whole_tensors,
     steps_at_owners,
 )
-from zero_ext.optim.owner_trial import check_owner_steps
 from zero_ext.zero.construction.grouping import DTYPES, OwnedParameter
 from zero_ext.zero.units.dtensor_local import check_placement, is_distributed
 from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed

@@ -199,7 +199,7 @@ class _SlicesInFlight:
             ]
         return found
 
-    def _joined(self, found: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _joined(self, found: Mapping[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
         specs = {tensor.spec.name: tensor.spec for tensor in self._mine}
         return {
             name: torch.cat(slices).as_strided(specs[name].shape, specs[name].stride)

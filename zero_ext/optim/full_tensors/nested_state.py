@@ -68,8 +68,8 @@ def named_state(state: Mapping[str, Any]) -> NamedState:
         kind = _path(path)
         if kind in _RESERVED or "/" in kind:
             raise ValueError(
-                f"state entry '{kind}': expected a name without '/' other than {' and '.join(_RESERVED)}, "
-                "which checkpoints use"
+                f"state entry '{kind}': expected a name without '/' and none of {' and '.join(_RESERVED)}, "
+                "got one that checkpoints use. Rename it."
             )
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_complex():
             tensors[kind] = leaf.detach()
@@ -78,7 +78,8 @@ def named_state(state: Mapping[str, Any]) -> NamedState:
         elif leaf is not None:
             raise ValueError(
                 f"state entry '{kind}': expected a dense real tensor, a number or None, which checkpoints "
-                f"can store, got {leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__}"
+                f"can store, got {leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__}. "
+                "Keep it elsewhere."
             )
     kinds = tuple(_path(path) for path, _ in leaves)
     types = tuple(torch.Tensor if isinstance(leaf, torch.Tensor) else type(leaf) for _, leaf in leaves)

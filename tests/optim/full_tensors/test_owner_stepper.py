@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +12,18 @@ import torch
 from torch import nn
 
 import zero_ext
+from tests.checkpoint.mutations import edit_manifest
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.optim import full_tensor_optimizers as users
+from tests.optim.full_tensors import full_tensor_optimizers as users
 from tests.parallel.training import shared_folder
 from tests.zero.training import configuration, placed
+from zero_ext.checkpoint import inspect_checkpoint
 from zero_ext.zero import engine_of
 
 STEPS = 5
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
-PLACES: list[tuple[int, dict[str, Any]]] = [
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {}),
     (1, {"optimizer": "host"}),
@@ -118,7 +121,7 @@ def check_values(model: Any, expected: dict[str, torch.Tensor], label: object) -
 def test_equals_one_process(world: World, name: str) -> None:
     kind = getattr(users, name)
     losses, twin = plain(world, kind)
-    for stage, offload in PLACES:
+    for stage, offload in LAYOUTS:
         with placed(offload) as section:
             model, optimizer = prepared(world, kind, stage, section)
             assert train(world, model, optimizer) == [each[world.rank] for each in losses], (stage, offload)
@@ -172,3 +175,126 @@ def test_resumed_in_another_stage_and_tier(world: World, name: str) -> None:
         found = optimizer.state_dict()["unsharded"]
         assert found.keys() == own["unsharded"].keys()
         assert all(torch.equal(found[key], value) for key, value in own["unsharded"].items())
+
+
+@on_ranks(2)
+def test_unused_parameters_and_skipped_steps_keep_their_state(world: World) -> None:
+    """An fp16 step that overflows changes neither state, param groups nor parameters."""
+    half = {"precision": {"dtype": "fp16"}, "loss_scale": {"initial_power": 8}}
+    model, optimizer = prepared(world, users.Rotated, 2, {}, **half)
+    for step in range(4):
+        before, values = optimizer.state_dict(), zero_ext.full_state_dict(model, rank0_only=False)
+        loss = loss_of(model, world, step, world.rank)
+        model.backward(loss * 1e30 if step == 2 and world.rank == 1 else loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped == (step == 2)
+        assert optimizer.param_groups[0]["step"] == step + 1 - (step >= 2)
+        after = optimizer.state_dict()
+        assert not any("idle" in key for key in after["unsharded"])
+        if step == 2:
+            assert all(
+                torch.equal(after["unsharded"][key], value) for key, value in before["unsharded"].items()
+            )
+            check_values(model, values, step)
+
+
+@on_ranks(2, 3)
+def test_an_error_at_one_owner_is_raised_on_all(world: World) -> None:
+    model, optimizer = prepared(world, users.FailsLater, 3, {})
+    loss_of(model, world, 0, world.rank).backward()
+    with pytest.raises(RuntimeError, match="the optimizer's own code failed on ranks") as caught:
+        optimizer.step()
+    assert "Load the last checkpoint" in str(caught.value)
+    notes = torch.tensor(
+        ["'layers.0.weight': ArithmeticError: no root" in str(caught.value)], dtype=torch.int64
+    )
+    assert engine_of(model).collectives.sum_(notes, "owners").item() == 1
+    with pytest.raises(RuntimeError, match="its state is damaged"):
+        optimizer.step()
+
+
+def claim_state(fields: dict[str, Any]) -> None:
+    fields["scalar_state"]["optimizer"]["idle.weight"]["has_state"] = True
+
+
+def rename_state(fields: dict[str, Any]) -> None:
+    for record in fields["slices"]:
+        if record["name"] == "layers.1.weight" and record["kind"] == "scale":
+            record["kind"] = "scales"
+
+
+@on_ranks(1, 2)
+def test_checkpoints_without_a_tensors_state_change_nothing(world: World) -> None:
+    folder = shared_folder(world)
+    model, optimizer = prepared(world, users.Rotated, 2, {})
+    train(world, model, optimizer, 0, 2)
+    zero_ext.save_checkpoint(folder, model)
+    report = inspect_checkpoint(folder)
+    stored = {each.name: each.bytes_by_kind for each in report.tensors}
+    assert stored["layers.0.weight"]["basis[0]"] == 4 * 13**2 and stored["layers.0.weight"]["scale"] == 8
+    assert stored["idle.weight"] == {"master": 36} and stored["scale"]["seen"] == 8
+    for change, message in (
+        (claim_state, "expected the optimizer's state of 'idle.weight', got none"),
+        (rename_state, "scale of 'layers.1.weight': it is not in the checkpoint"),
+    ):
+        if world.rank == 0:
+            edit_manifest(Path(report.path), change)
+        model, optimizer = prepared(world, users.Rotated, 3, {})
+        train(world, model, optimizer, 0, 1)
+        before, values = optimizer.state_dict(), zero_ext.full_state_dict(model, rank0_only=False)
+        with pytest.raises(ValueError, match="Nothing of the model was changed") as caught:
+            zero_ext.load_checkpoint(folder, model)
+        assert message in str(caught.value)
+        after = optimizer.state_dict()
+        assert after["scalars"] == before["scalars"] and optimizer.param_groups[0]["step"] == 1
+        assert all(torch.equal(after["unsharded"][key], value) for key, value in before["unsharded"].items())
+        check_values(model, values, message)
+
+
+REFUSED: dict[str, str] = {
+    "Coupled": "depends on other tensors",
+    "NeedsClosure": "without a closure, failed: TypeError",
+    "SparseOnly": "failed: RuntimeError: expected sparse gradients",
+    "ObjectState": "state entry 'inner.object[0]': expected a dense real tensor, a number or None",
+    "LateState": "state entry 'late' appears or changes",
+    "CountsInItself": "attribute 'count' depends on earlier steps",
+    "LearnsItsRate": "entry of its param groups 'seen' of group '0' depends on other tensors",
+    "OwnMasters": "state entry 'master': expected a name",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_cannot_run_at_owners(name: str) -> None:
+    model = Tensors(0)
+    with pytest.raises(ValueError, match="declared with whole_tensors=True, but") as caught:
+        zero_ext.prepare(model, grouped(model, getattr(users, name)), {"stage": 2}, whole_tensors=True)
+    assert REFUSED[name] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "declared", "message"),
+    [
+        (
+            {"offload": {"optimizer": "host", "update_mode": "delayed"}},
+            {},
+            "'after_backward' with whole_tensors",
+        ),
+        ({"offload": {"update_mode": "in_backward"}}, {}, "'after_backward' with whole_tensors"),
+        ({"offload": {"optimizer": "nvme", "nvme_paths": ["/tmp"]}}, {}, "got 'nvme'"),
+        ({}, {"elementwise": True}, "got both"),
+        ({"precision": {"moments_dtype": "8bit"}}, {}, "expected Adam or AdamW"),
+    ],
+)
+def test_what_does_not_go_with_it(config: dict[str, Any], declared: dict[str, bool], message: str) -> None:
+    model = Tensors(0)
+    with pytest.raises(ValueError, match=message):
+        zero_ext.prepare(
+            model, users.Shampoo(model.parameters()), {"stage": 2} | config, whole_tensors=True, **declared
+        )
+
+
+def test_undeclared_optimizers_name_the_argument() -> None:
+    model = Tensors(0)
+    with pytest.raises(ValueError, match="pass whole_tensors=True"):
+        zero_ext.prepare(model, users.Shampoo(model.parameters()), {"stage": 2})

@@ -12,7 +12,7 @@ from torch import optim
 
 from zero_ext.config.config_errors import clause_of
 from zero_ext.optim.elementwise import on_other_tensors
-from zero_ext.optim.nested_state import named_state
+from zero_ext.optim.full_tensors.nested_state import named_state
 
 _STEPS = 3
 _COPIES = 2  # of each shape, since some optimizers stack tensors of one shape
@@ -176,11 +176,11 @@ def _merged(groups: Groups) -> dict[str, Any]:
 
 
 def _difference(jointly: Sequence[torch.Tensor], alone: Sequence[torch.Tensor]) -> str | None:
-    for together, single in zip(jointly, alone, strict=True):
-        if not torch.allclose(together, single, rtol=1e-4, atol=1e-6, equal_nan=True):
+    for joint, single in zip(jointly, alone, strict=True):
+        if not torch.allclose(joint, single, rtol=1e-4, atol=1e-6, equal_nan=True):
             return (
                 "tensors stepped together come out different from the same tensors stepped one by one (by "
-                f"up to {(together - single).abs().max():.3g}). Its update of a tensor depends on other "
+                f"up to {(joint - single).abs().max():.3g}). Its update of a tensor depends on other "
                 "tensors or on random numbers"
             )
     return None

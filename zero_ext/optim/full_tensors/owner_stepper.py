@@ -14,8 +14,8 @@ from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.tiers import Tier
 from zero_ext.offload import MASTER, Values
 from zero_ext.optim.elementwise import on_other_tensors
-from zero_ext.optim.nested_state import NamedState, named_state
-from zero_ext.optim.owner_trial import Groups, groups_after, state_layout, step_alone
+from zero_ext.optim.full_tensors.nested_state import NamedState, named_state
+from zero_ext.optim.full_tensors.owner_trial import Groups, groups_after, state_layout, step_alone
 from zero_ext.optim.stepper import (
     RangeStepper,
     Segment,
@@ -57,7 +57,7 @@ class OwnerStepper(RangeStepper):
         self._states: dict[str, NamedState] = {}  # by parameter that this rank owns
         # The same on all ranks: the parameters with state, and whether any of this kind has some.
         self._stepped: set[str] = set()
-        self._keeps_state: dict[tuple[int, int], bool] = {}
+        self._makes_state: dict[tuple[int, int], bool] = {}
 
     def is_collective(self, index: int) -> bool:
         """See :class:`Stepper`."""
@@ -132,9 +132,8 @@ class OwnerStepper(RangeStepper):
 
         def agree() -> torch.Tensor:
             for name, error in errors:
-                raise RuntimeError(
-                    f"parameter '{name}': {type(error).__name__}: {clause_of(error)}"
-                ) from error
+                reason = f"{type(error).__name__}: {clause_of(error)}"
+                raise RuntimeError(f"parameter '{name}': {reason}. Correct the optimizer's step.") from error
             for group, after in zip(self._groups, groups_after(self._inner, before), strict=True):
                 group.update({key: value for key, value in after.items() if key != "params"})
             return torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -152,10 +151,10 @@ class OwnerStepper(RangeStepper):
 
     def _has_state(self, segment: Segment) -> bool:
         key = segment.group, len(segment.shape)
-        if key not in self._keeps_state:
+        if key not in self._makes_state:
             layout = state_layout(self._inner, self._groups, segment.group, segment.shape)
-            self._keeps_state[key] = bool(layout)
-        return self._keeps_state[key]
+            self._makes_state[key] = bool(layout)
+        return self._makes_state[key]
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: all state has shapes of its own."""
