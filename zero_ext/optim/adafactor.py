@@ -186,8 +186,8 @@ class FactoredLayout:
             own.copy_(values[piece.begin : piece.end]).square_()
             squares = squares.view(piece.blocks, piece.lines, *line)
             blocks = slice(piece.block, piece.block + piece.blocks)
-            outer[blocks, piece.line : piece.line + piece.lines] += squares.sum(3)
-            inner[blocks] += squares.sum(1)
+            outer[blocks, piece.line : piece.line + piece.lines].add_(squares.sum(3))
+            inner[blocks].add_(squares.sum(1))
 
     def rows_of(self, sums: torch.Tensor) -> torch.Tensor:
         """Return sums over rows [row_shape] as :meth:`add_squares` has added them up."""

@@ -178,7 +178,7 @@ class AdafactorStepper(RangeStepper):
                 gradient = _scaled(part, first, last, scale, each.settings)
                 rows, columns, weight = each.sums(tables.on(part.device))
                 if each.settings.scales:
-                    weight += _square_sum(part.values[MASTER][first:last])
+                    weight.add_(_square_sum(part.values[MASTER][first:last]))
                 offset = part.begin + first - each.segment.begin
                 if each.layout is not None:
                     each.layout.add_squares(gradient, each.segment.start + offset, rows, columns)
@@ -203,7 +203,7 @@ class AdafactorStepper(RangeStepper):
             for (first, last), each in self._inside(part, steps):
                 gradient = _scaled(part, first, last, scale, each.settings)
                 update = each.update(gradient, part.begin + first - each.segment.begin)
-                tables.on(part.device)[order[each.segment.name]] += _square_sum(update)
+                tables.on(part.device)[order[each.segment.name]].add_(_square_sum(update))
         return tables.total()
 
     def _apply(
