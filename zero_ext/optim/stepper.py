@@ -105,9 +105,9 @@ class Update:
 
 
 class Total(Protocol):
-    """The sum over all ranks of int64 values in host memory that a call finds on each. What all ranks hold
-    alike counts once. A collective that fails on all of them if the call fails on one, where it uses storage
-    or is ``fallible``."""
+    """The sum over all ranks of int64 or float64 values in host memory that a call finds on each. What all
+    ranks hold alike counts once. A collective that fails on all of them if the call fails on one, where it
+    uses storage or is ``fallible``."""
 
     def __call__(self, own: Callable[[], torch.Tensor], fallible: bool = False) -> torch.Tensor:
         """Return the sum of what ``own`` returns."""

@@ -21,6 +21,7 @@ from zero_ext.optim.optimizer_registry import (
     check_elementwise,
     check_groups,
     check_step_time,
+    factors_state,
     fusible,
     needs_norms,
     needs_whole_tensors,
@@ -137,6 +138,11 @@ def check_optimizer(
         raise ValueError(
             f"optimizer: expected another one than {type(optimizer).__name__} with a mesh with more than one "
             "rank along 'tp', as its step needs whole parameters. Use torch.optim.AdamW, or 'tp' 1."
+        )
+    if factors_state(optimizer) and settings.units.tiles:
+        raise ValueError(
+            f"units.tiles: expected none with {type(optimizer).__name__}, which needs whole matrices, got "
+            f"{dict(settings.units.tiles)}. Remove the key."
         )
     if steps_at_owners(optimizer):
         _check_at_owners(optimizer, elementwise, settings, groups)

@@ -426,7 +426,8 @@ class OptimizerStep:
             step=self.steps,
             loss=loss,
             grad_norm=None if self._launched else self.grad_norm,
-            lr=tuple(float(group["lr"]) for group in self.groups),
+            # None: the optimizer computes its own for each parameter.
+            lr=tuple(float("nan" if group["lr"] is None else group["lr"]) for group in self.groups),
             skipped=skipped,
             loss_scale=self.scaler.scale if self.scales_loss else 1.0,
             seconds=seconds,
