@@ -108,7 +108,7 @@ CASES += [
     ),
     *(
         Case(
-            "fused Adam, AdamW, Lamb and Lion",
+            "fused Adam, AdamW, Lamb and Lion, sharded Adafactor",
             f"{name}, {moments} moments",
             f"{SHARDING}:zero",
             2,
@@ -129,7 +129,7 @@ CASES += [
     ),
     *(
         Case(
-            "Adafactor of torch and of transformers",
+            "fused Adam, AdamW, Lamb and Lion, sharded Adafactor",
             f"adafactor, {next(iter(offload.values()), 'device')}",
             f"{SHARDING}:zero",
             2,
