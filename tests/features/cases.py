@@ -108,7 +108,7 @@ CASES += [
     ),
     *(
         Case(
-            "fused Adam, AdamW, Lamb and Lion; Muon on shards",
+            "fused Adam, AdamW, Lamb and Lion; Muon and Adafactor on shards",
             f"{name}, {moments} moments",
             f"{SHARDING}:zero",
             2,
@@ -130,7 +130,7 @@ CASES += [
     ),
     *(
         Case(
-            "Adafactor of torch and of transformers",
+            "fused Adam, AdamW, Lamb and Lion, sharded Adafactor",
             f"adafactor, {next(iter(offload.values()), 'device')}",
             f"{SHARDING}:zero",
             2,

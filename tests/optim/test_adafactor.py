@@ -40,7 +40,7 @@ from zero_ext.zero import engine_of
 STEPS = 20
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
 NVME = dict.fromkeys(HOST, "nvme")
-PLACES: list[tuple[int, dict[str, Any]]] = [
+PLACEMENTS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {"optimizer": "host"}),
     (2, {}),
@@ -148,7 +148,7 @@ def check_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], 
 def test_equals_the_librarys_own(world: World, settings: dict[str, Any]) -> None:
     losses, parameters = plain(world, STEPS, **settings)
     seen: dict[str, torch.Tensor] = {}
-    for stage, offload in PLACES:
+    for stage, offload in PLACEMENTS:
         with placed(offload) as section:
             model, optimizer = prepared(world, stage, section, **settings)
             own = train(world, model, optimizer, 0, STEPS)
@@ -311,9 +311,11 @@ def test_slices_in_any_memory_order(shape: tuple[int, ...]) -> None:
         for step in (1, 3, 8, 1000):
             sums = [torch.zeros(numel, dtype=torch.float64) for numel in layout.numels()]
             for begin in range(0, values.numel(), step):
-                part = flat[begin : begin + step]
-                layout.add_squares(part, begin, *sums)
-                roots[begin : begin + step] = layout.inverse_roots(settings, factors, begin, part.numel())
+                values_slice = flat[begin : begin + step]
+                layout.add_squares(values_slice, begin, *sums)
+                roots[begin : begin + step] = layout.inverse_roots(
+                    settings, factors, begin, values_slice.numel()
+                )
             torch.testing.assert_close(layout.rows_of(sums[0]).float(), row * shape[-1])
             torch.testing.assert_close(layout.columns_of(sums[1]).float(), column * shape[-2])
             torch.testing.assert_close(found, variance.rsqrt())
@@ -369,7 +371,7 @@ def test_refusals(settings: dict[str, Any], config: dict[str, Any], message: str
         zero_ext.prepare(model, make(model.parameters(), **settings), {"stage": 2, **config})
 
 
-def test_a_subclass_is_not_taken_for_adafactor() -> None:
+def test_a_subclass_is_refused() -> None:
     model = nn.Linear(4, 4)
     kind = type("Other", (torch.optim.Adafactor,), {})
     with pytest.raises(ValueError, match="Other: it is not known to be element-wise"):

@@ -13,17 +13,17 @@ EXP_AVG = "exp_avg"
 
 
 class StateNames(NamedTuple):
-    """Names of the averages of squares: of rows, of columns, and of the elements of vectors. ``keeps_dims``
+    """Names of the averages of squares: of rows, of columns, and of the elements of vectors. ``keepdim``
     says that the averaged dimension is there, of size 1."""
 
     row: str
     column: str
     vector: str
-    keeps_dims: bool
+    keepdim: bool
 
 
-_TORCH = StateNames("row_var", "col_var", "variance", keeps_dims=True)
-_TRANSFORMERS = StateNames("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq", keeps_dims=False)
+_TORCH = StateNames("row_var", "col_var", "variance", keepdim=True)
+_TRANSFORMERS = StateNames("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq", keepdim=False)
 
 
 def is_transformers(group: Mapping[str, Any]) -> bool:
@@ -43,8 +43,8 @@ class AdafactorSettings(NamedTuple):
         weight: of this step's squares in their averages.
         added: to every square.
         floor: of the estimated variance's root. None: there is none.
-        rate: learning rate, of which ``decay`` is the part that weights decay by.
-        decay: factor of the weights. ``scales_decay``: times their RMS.
+        rate: learning rate.
+        decay: part of the weights that is subtracted. ``scales_decay``: times their RMS.
         scales: whether the rate is multiplied with the RMS of the parameter, which is ``least_rms`` or more.
         threshold: of the update's RMS, above which it is clipped.
         beta1: of the average of updates. None: there is none.
@@ -133,7 +133,7 @@ def adafactor_settings(group: Mapping[str, Any], step: int) -> AdafactorSettings
     )
 
 
-class _Piece(NamedTuple):
+class _LineRange(NamedTuple):
     """Whole lines that have the elements [begin, end) of a slice, from ``padding`` on: those from ``line``
     on, ``lines`` of them, of each of ``blocks`` blocks from ``block`` on."""
 
@@ -147,9 +147,9 @@ class _Piece(NamedTuple):
 
 
 class FactoredLayout:
-    """A parameter whose last two dimensions are factored, in memory order: [block, outer, between, inner,
-    rest]. ``outer`` and ``inner`` are rows and columns, or columns and rows, and the others whatever
-    dimensions lie around them.
+    """The memory order of a parameter that is factored in its last two dimensions: [block, outer, between,
+    inner, rest]. ``outer`` and ``inner`` are rows and columns, or columns and rows. The others are all
+    dimensions around them.
 
     Args:
         shape: of the parameter, with at least two dimensions and one element.
@@ -177,16 +177,16 @@ class FactoredLayout:
         """Add the squares of ``values`` [n], the elements from ``start`` on, to float64 sums over rows and
         columns, which :meth:`rows_of` and :meth:`columns_of` read."""
         outer, inner = self._by_lines(rows, columns)
-        for piece in self._pieces(start, values.numel()):
+        for span in self._line_ranges(start, values.numel()):
             _, _, *line = self._extents
             # Sums that also convert are 20 times slower on a CPU.
-            numel = piece.blocks * piece.lines * math.prod(line)
+            numel = span.blocks * span.lines * math.prod(line)
             squares = torch.zeros(numel, dtype=torch.float64, device=values.device)
-            own = squares[piece.padding : piece.padding + piece.end - piece.begin]
-            own.copy_(values[piece.begin : piece.end]).square_()
-            squares = squares.view(piece.blocks, piece.lines, *line)
-            blocks = slice(piece.block, piece.block + piece.blocks)
-            outer[blocks, piece.line : piece.line + piece.lines].add_(squares.sum(3))
+            own = squares[span.padding : span.padding + span.end - span.begin]
+            own.copy_(values[span.begin : span.end]).square_()
+            squares = squares.view(span.blocks, span.lines, *line)
+            blocks = slice(span.block, span.block + span.blocks)
+            outer[blocks, span.line : span.line + span.lines].add_(squares.sum(3))
             inner[blocks].add_(squares.sum(1))
 
     def rows_of(self, sums: torch.Tensor) -> torch.Tensor:
@@ -215,11 +215,11 @@ class FactoredLayout:
         """Return what the gradient [numel] from element ``start`` on is multiplied with."""
         outer, inner = factors
         found = []
-        for piece in self._pieces(start, numel):
-            blocks = slice(piece.block, piece.block + piece.blocks)
-            lines = outer[blocks, piece.line : piece.line + piece.lines]
+        for span in self._line_ranges(start, numel):
+            blocks = slice(span.block, span.block + span.blocks)
+            lines = outer[blocks, span.line : span.line + span.lines]
             values = settings.inverse_root(lines, inner[blocks])
-            found.append(values.reshape(-1)[piece.padding : piece.padding + piece.end - piece.begin])
+            found.append(values.reshape(-1)[span.padding : span.padding + span.end - span.begin])
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _by_lines(self, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,8 +241,8 @@ class FactoredLayout:
         ordered = values.view([shape[dim] for dim in order])
         return ordered.permute([order.index(dim) for dim in range(len(order))]).contiguous()
 
-    def _pieces(self, start: int, numel: int) -> Iterator[_Piece]:
-        """Yield the slice [start, start + numel) in pieces: whole blocks, and the lines of incomplete
+    def _line_ranges(self, start: int, numel: int) -> Iterator[_LineRange]:
+        """Yield the slice [start, start + numel) in parts: whole blocks, and the lines of incomplete
         ones."""
         _, lines, *line = self._extents
         width = math.prod(line)
@@ -252,9 +252,9 @@ class FactoredLayout:
             blocks = 0 if inside else (end - position) // (lines * width)
             stop = min(end, (block + max(blocks, 1)) * lines * width)
             if blocks:
-                yield _Piece(position - start, stop - start, 0, block, blocks, 0, lines)
+                yield _LineRange(position - start, stop - start, 0, block, blocks, 0, lines)
             else:
                 first, last = inside // width, -(-(stop - block * lines * width) // width)
                 padding = inside - first * width
-                yield _Piece(position - start, stop - start, padding, block, 1, first, last - first)
+                yield _LineRange(position - start, stop - start, padding, block, 1, first, last - first)
             position = stop

@@ -53,7 +53,7 @@ class _ParameterStep:
         parts = table[self.begin : self.begin + rows + columns + 1].split([rows, columns, 1])
         return parts[0], parts[1], parts[2]
 
-    def take_sums(self, table: torch.Tensor) -> None:
+    def apply_sums(self, table: torch.Tensor) -> None:
         """Average the squares of all ranks' gradients, which ``table`` has in host memory."""
         if self.layout is None:
             return
@@ -80,7 +80,7 @@ class _ParameterStep:
         return roots.mul_(gradient)
 
 
-class _Part(NamedTuple):
+class _RangeElements(NamedTuple):
     """Elements of the range ``number`` from ``begin`` on: their gradient, and state where it is read."""
 
     number: int
@@ -126,8 +126,8 @@ class AdafactorStepper(RangeStepper):
         return tuple(torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes)
 
     def _device_of(self, owned: OwnedRange) -> torch.device:
-        (here,) = self._staging.to_tier(TIERS[owned.state.tier].near, torch.zeros(1, device="cpu"))
-        return here.device
+        (moved,) = self._staging.to_tier(TIERS[owned.state.tier].near, torch.zeros(1, device="cpu"))
+        return moved.device
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -137,13 +137,13 @@ class AdafactorStepper(RangeStepper):
         steps, numel = self._begin(updates, used)
         table = self._total(lambda: self._squares(updates, scale, steps, numel))
         for each in steps.values():
-            each.take_sums(table)
+            each.apply_sums(table)
         order = {name: number for number, name in enumerate(steps)}
         squares = self._total(lambda: self._update_squares(updates, scale, steps, order))
         for (name, each), update_square in zip(steps.items(), squares.tolist(), strict=True):
-            elements = max(1, _numel(each.segment))
-            weight_rms = float(each.sums(table)[2] / elements) ** 0.5
-            each.rate, each.decay = each.settings.rates(weight_rms, (update_square / elements) ** 0.5)
+            count = max(1, _numel(each.segment))
+            weight_rms = float(each.sums(table)[2] / count) ** 0.5
+            each.rate, each.decay = each.settings.rates(weight_rms, (update_square / count) ** 0.5)
             self._steps[name] += 1
             self._averages[name] = each.averages
         yield from self._apply(updates, scale, steps)
@@ -173,13 +173,13 @@ class AdafactorStepper(RangeStepper):
         tables = _Tables(numel)
         vectors: dict[str, list[torch.Tensor]] = {}
         reads_state = any(each.settings.scales for each in steps.values())
-        for part in self._parts(updates, reads_state):
-            for (first, last), each in self._inside(part, steps):
-                gradient = _scaled(part, first, last, scale, each.settings)
-                rows, columns, weight = each.sums(tables.on(part.device))
+        for elements in self._range_elements(updates, reads_state):
+            for (first, last), each in self._inside(elements, steps):
+                gradient = _scaled(elements, first, last, scale, each.settings)
+                rows, columns, weight = each.sums(tables.on(elements.device))
                 if each.settings.scales:
-                    weight.add_(_square_sum(part.values[MASTER][first:last]))
-                offset = part.begin + first - each.segment.begin
+                    weight.add_(_square_sum(elements.values[MASTER][first:last]))
+                offset = elements.begin + first - each.segment.begin
                 if each.layout is not None:
                     each.layout.add_squares(gradient, each.segment.start + offset, rows, columns)
                     continue
@@ -199,11 +199,11 @@ class AdafactorStepper(RangeStepper):
         order: Mapping[str, int],
     ) -> torch.Tensor:
         tables = _Tables(len(order))
-        for part in self._parts(updates, reads_state=False):
-            for (first, last), each in self._inside(part, steps):
-                gradient = _scaled(part, first, last, scale, each.settings)
-                update = each.update(gradient, part.begin + first - each.segment.begin)
-                tables.on(part.device)[order[each.segment.name]].add_(_square_sum(update))
+        for elements in self._range_elements(updates, reads_state=False):
+            for (first, last), each in self._inside(elements, steps):
+                gradient = _scaled(elements, first, last, scale, each.settings)
+                update = each.update(gradient, elements.begin + first - each.segment.begin)
+                tables.on(elements.device)[order[each.segment.name]].add_(_square_sum(update))
         return tables.total()
 
     def _apply(
@@ -218,8 +218,8 @@ class AdafactorStepper(RangeStepper):
             for chunk in self._staging.chunks(owned.state.tier, update.gradient, output):
                 read = owned.state.read_kinds(self._kinds, chunk.begin, chunk.end)
                 values = dict(zip(self._kinds, read, strict=True))
-                part = _Part(update.index, chunk.begin, chunk.gradient, values, device)
-                bounds = self._descend(part, scale, steps)
+                elements = _RangeElements(update.index, chunk.begin, chunk.gradient, values, device)
+                bounds = self._descend(elements, scale, steps)
                 if chunk.output is not None:
                     # All of a staged chunk is sent, so that storage need not be read.
                     for first, last in bounds if chunk.staged is None else [(0, chunk.end - chunk.begin)]:
@@ -228,23 +228,25 @@ class AdafactorStepper(RangeStepper):
         with contextlib.closing(stored_chunks(self._staging, self._ranges, stored)) as chunks:
             for each in chunks:
                 state = each.state
-                part = _Part(state.index, state.begin, each.gradient, state.values, torch.device("cpu"))
-                bounds = self._descend(part, scale, steps)
+                elements = _RangeElements(
+                    state.index, state.begin, each.gradient, state.values, torch.device("cpu")
+                )
+                bounds = self._descend(elements, scale, steps)
                 state.changed = True
                 send_chunk(self._ranges[state.index].output, each, bounds)
         yield from (each.index for each in stored)
 
     def _descend(
-        self, part: _Part, scale: torch.Tensor, steps: Mapping[str, _ParameterStep]
+        self, elements: _RangeElements, scale: torch.Tensor, steps: Mapping[str, _ParameterStep]
     ) -> list[tuple[int, int]]:
-        """Step the master weights of ``part``, and return the elements that were stepped."""
+        """Step the master weights of ``elements``, and return the ranges that were stepped."""
         stepped = []
-        for (first, last), each in self._inside(part, steps):
-            gradient = _scaled(part, first, last, scale, each.settings)
-            update = each.update(gradient, part.begin + first - each.segment.begin)
-            own, rate = part.values[MASTER][first:last], each.rate
+        for (first, last), each in self._inside(elements, steps):
+            gradient = _scaled(elements, first, last, scale, each.settings)
+            update = each.update(gradient, elements.begin + first - each.segment.begin)
+            own, rate = elements.values[MASTER][first:last], each.rate
             if each.settings.beta1 is not None:
-                average = part.values[EXP_AVG][first:last]
+                average = elements.values[EXP_AVG][first:last]
                 update = (
                     average.float()
                     .mul(each.settings.beta1)
@@ -260,7 +262,7 @@ class AdafactorStepper(RangeStepper):
             stepped.append((first, last))
         return stepped
 
-    def _parts(self, updates: Sequence[Update], reads_state: bool) -> Iterator[_Part]:
+    def _range_elements(self, updates: Sequence[Update], reads_state: bool) -> Iterator[_RangeElements]:
         """Yield all gradients, and with ``reads_state`` the state, in memory of the state's tier."""
         stored = []
         for update in updates:
@@ -274,24 +276,26 @@ class AdafactorStepper(RangeStepper):
             for chunk in self._staging.chunks(tier, update.gradient, None):
                 read = owned.state.read_kinds(self._kinds, chunk.begin, chunk.end) if reads_state else ()
                 values = dict(zip(self._kinds, read, strict=False))
-                yield _Part(update.index, chunk.begin, chunk.gradient, values, device)
+                yield _RangeElements(update.index, chunk.begin, chunk.gradient, values, device)
         with contextlib.closing(stored_chunks(self._staging, self._ranges, stored)) as chunks:
             for each in chunks:
                 state = each.state
-                yield _Part(state.index, state.begin, each.gradient, state.values, torch.device("cpu"))
+                yield _RangeElements(
+                    state.index, state.begin, each.gradient, state.values, torch.device("cpu")
+                )
 
     def _inside(
-        self, part: _Part, steps: Mapping[str, _ParameterStep]
+        self, elements: _RangeElements, steps: Mapping[str, _ParameterStep]
     ) -> Iterator[tuple[tuple[int, int], _ParameterStep]]:
-        """Yield the elements of ``part``, counted from its first one, of each parameter that is stepped."""
+        """Yield those of ``elements``, counted from the first one, of each parameter that is stepped."""
         found = [
             (segment.begin, segment.end, steps[segment.name])
-            for segment in self._ranges[part.number].segments
+            for segment in self._ranges[elements.number].segments
             if segment.name in steps and segment.numel
         ]
         bounds, rows = [(begin, end) for begin, end, _ in found], [each for _, _, each in found]
-        size = _SLICE_ELEMENTS[part.device.type == "cpu"]
-        covered = inside(part.begin, part.begin + part.gradient.numel(), bounds, rows)
+        size = _SLICE_ELEMENTS[elements.device.type == "cpu"]
+        covered = inside(elements.begin, elements.begin + elements.gradient.numel(), bounds, rows)
         for (begin, end), each in zip(*covered, strict=True):
             for first in range(begin, end, size):
                 yield (first, min(first + size, end)), each
@@ -327,7 +331,7 @@ class AdafactorStepper(RangeStepper):
                 if self._layouts[segment.name] is not None:
                     names = names_of(self._groups[segment.group])
                     row, column = self._averages[segment.name]
-                    if names.keeps_dims:
+                    if names.keepdim:
                         row, column = row.unsqueeze(-1), column.unsqueeze(-2)
                     yield UnshardedState(names.row, segment.name, row, replicated=True)
                     yield UnshardedState(names.column, segment.name, column, replicated=True)
@@ -383,8 +387,8 @@ def _numel(segment: Segment) -> int:
 
 
 def _scaled(
-    part: _Part, first: int, last: int, scale: torch.Tensor, settings: AdafactorSettings
+    elements: _RangeElements, first: int, last: int, scale: torch.Tensor, settings: AdafactorSettings
 ) -> torch.Tensor:
-    """Return the gradient of elements of ``part`` as the optimizer takes it, in fp32."""
-    gradient = part.gradient[first:last].to(part.device, torch.float32, copy=True)
-    return gradient.mul_(scale.to(part.device) * settings.sign)
+    """Return the gradient of [first, last) of ``elements`` as the optimizer takes it, in fp32."""
+    gradient = elements.gradient[first:last].to(elements.device, torch.float32, copy=True)
+    return gradient.mul_(scale.to(elements.device) * settings.sign)

@@ -327,7 +327,7 @@ def state_kinds(
     entry = ENTRIES[rule] if rule else fused_entry(optimizer)
     if entry is not None and (entry.traits.eight_bit or moments_dtype != "8bit"):
         option = entry.traits.moments_with
-        kept = not option or any(group.get(option) is not None for group in optimizer.param_groups)
-        return moment_fields(moments_dtype, entry.traits.moments if kept else ())
+        present = not option or any(group.get(option) is not None for group in optimizer.param_groups)
+        return moment_fields(moments_dtype, entry.traits.moments if present else ())
     kinds = {kind for group in optimizer.param_groups for kind in elementwise_kinds(optimizer, group)}
     return dict.fromkeys(sorted(kinds), StateField(torch.float32))
