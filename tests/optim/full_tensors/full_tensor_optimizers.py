@@ -26,8 +26,11 @@ class Shampoo(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["steps"] = 0
-            state["factors"] = [torch.eye(size) * 1e-2 for size in gradient.shape]
-            state["roots"] = {"inverse": tuple(torch.eye(size) for size in gradient.shape), "count": None}
+            state["factors"] = [torch.eye(size, device=gradient.device) * 1e-2 for size in gradient.shape]
+            state["roots"] = {
+                "inverse": tuple(torch.eye(size, device=gradient.device) for size in gradient.shape),
+                "count": None,
+            }
             state["momentum"] = gradient.clone()
         state["steps"] += 1
         update = gradient
@@ -71,7 +74,7 @@ class Rotated(torch.optim.Optimizer):
             state["scale"], state["warm"] = 1.0, True
         state["seen"] += 1
         state["scale"] *= 0.99
-        basis = state["basis"][0] if state["basis"] else torch.eye(matrix.shape[0])
+        basis = state["basis"][0] if state["basis"] else torch.eye(matrix.shape[0], device=matrix.device)
         rotated = basis.T @ matrix
         state["moments"]["first"].lerp_(rotated, 1 - beta1)
         state["moments"]["second"].lerp_(rotated.square(), 1 - beta2)

@@ -42,7 +42,8 @@ class Tensors(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.conv = nn.Conv2d(1, 2, 3, padding=1)
+        kernel = torch.randn(2, 3, 1, 4).to(memory_format=torch.channels_last)
+        self.kernel = nn.Parameter(kernel)
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise((24, 13, 9)))
         self.columns = nn.Parameter(torch.randn(9, 5).T.mul(0.2))
         self.scale = nn.Parameter(torch.tensor(0.7))
@@ -50,7 +51,7 @@ class Tensors(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Losses of inputs [n, 1, 3, 4]."""
-        hidden = self.conv(inputs).tanh().flatten(1)
+        hidden = (inputs.view(-1, 1, 3, 1, 4) * self.kernel).tanh().flatten(1)
         for layer in self.layers:
             hidden = layer(hidden).tanh()
         return ((hidden @ self.columns.T) * self.scale - inputs.sum((1, 2, 3))[:, None]).square().mean()
@@ -58,7 +59,8 @@ class Tensors(nn.Module):
 
 def loss_of(model: Any, world: World, step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(world.seed + 100 * step + rank)
-    loss: torch.Tensor = model(torch.randn(6, 1, 3, 4, generator=generator))
+    inputs = torch.randn(6, 1, 3, 4, generator=generator)
+    loss: torch.Tensor = model(inputs.to(next(model.parameters()).device))
     return loss
 
 
@@ -84,15 +86,16 @@ def plain(world: World, kind: Callable[..., torch.optim.Optimizer], steps: int =
             sums = [one.add_(two) for one, two in zip(sums, found, strict=True)] if sums else list(found)
             losses[-1].append(loss.item())
         for parameter, total in zip(used, sums, strict=True):
-            parameter.grad = total * (1.0 / world.size)
+            # In the parameter's memory format, as backward accumulates it.
+            parameter.grad = torch.empty_like(parameter).copy_(total * (1.0 / world.size))
         optimizer.step()
     return losses, model
 
 
 def prepared(
-    world: World, kind: Any, stage: int, section: dict[str, Any], **settings: Any
+    world: World, kind: Any, stage: int, section: dict[str, Any], device: str = "cpu", **settings: Any
 ) -> tuple[Any, Any]:
-    model = Tensors(world.seed)
+    model = Tensors(world.seed).to(device)
     config = configuration(stage, offload=section, **UNITS, **settings)
     return zero_ext.prepare(
         model, grouped(model, kind), config, process_group=world.group, whole_tensors=True
@@ -126,6 +129,24 @@ def test_equals_one_process(world: World, name: str) -> None:
             model, optimizer = prepared(world, kind, stage, section)
             assert train(world, model, optimizer) == [each[world.rank] for each in losses], (stage, offload)
             check_values(model, twin.state_dict(), (stage, offload))
+
+
+@on_ranks(1, 2, stand_in=True)
+def test_steps_run_on_the_device_of_the_state(world: World) -> None:
+    _, twin = plain(world, users.Shampoo)
+    for stage, offload, device in ((2, {}, "stand_in"), (3, HOST, "cpu")):
+        with placed(offload) as section:
+            model, optimizer = prepared(world, users.Shampoo, stage, section, "stand_in")
+            train(world, model, optimizer)
+            folder = shared_folder(world)
+            zero_ext.save_checkpoint(folder, model)
+            check_values(model, twin.state_dict(), stage)
+            found = optimizer.state_dict()["unsharded"]
+            assert {value.device.type for key, value in found.items() if "steps" not in key} == {device}
+            model, optimizer = prepared(world, users.Shampoo, stage, section, "stand_in")
+            zero_ext.load_checkpoint(folder, model)
+            loaded = optimizer.state_dict()["unsharded"]
+            assert all(torch.equal(loaded[key], value) for key, value in found.items())
 
 
 @on_ranks(2, 3)

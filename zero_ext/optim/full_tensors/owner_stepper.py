@@ -110,13 +110,15 @@ class OwnerStepper(RangeStepper):
         own_gradients = sent.full_tensors()
 
         def stepped(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-            for name, master in tensors.items():
+            # Not in place: a tensor that this rank alone has is a view of what the results are copied to.
+            masters = {name: master.clone() for name, master in tensors.items()}
+            for name, master in masters.items():
                 try:
                     self._step_tensor(name, master, own_gradients[name], groups)
                 except Exception as error:
                     errors.append((name, error))
                     break
-            return tensors
+            return masters
 
         pending.apply(stepped)
         pending.finish()
