@@ -130,7 +130,7 @@ CASES += [
     ),
     *(
         Case(
-            "fused Adam, AdamW, Lamb and Lion, sharded Adafactor",
+            "fused Adam, AdamW, Lamb and Lion; Muon and Adafactor on shards",
             f"adafactor, {next(iter(offload.values()), 'device')}",
             f"{SHARDING}:zero",
             2,

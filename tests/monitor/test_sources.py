@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import zero_ext
 from tests.monitor.watched import prepared, train
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -187,3 +188,24 @@ def test_units_below_the_persistence_threshold_count_with_the_others(world: Worl
         name.removeprefix("traffic/"): sent for name, sent in rows[-1].items() if name.startswith("traffic/")
     }
     assert {kind: sent for kind, sent in found.items() if sent and kind != "scalars"} == dict(wanted)
+
+
+@on_ranks(2)
+def test_matrices_of_muon_are_in_the_rows_and_the_table(world: World) -> None:
+    model, optimizer = prepared(world, 2, make=zero_ext.Muon)
+    engine, rows = engine_of(model), []
+    source = EngineBytes(engine)
+
+    def keep(event: Event) -> None:
+        if isinstance(event, StepEnd):
+            rows.append(source.values(event))
+
+    with tempfile.TemporaryDirectory() as folder:
+        comms = CommsLog(Path(folder) / "comms.jsonl")
+        engine.subscribe(keep)
+        engine.subscribe(comms)
+        train(world, model, optimizer, 1)
+        comms.close()
+    sent = engine.traffic.last_bytes_sent["matrices"]
+    assert rows[-1]["traffic/matrices"] == sent > 0
+    assert "matrices" in comms.table()

@@ -12,12 +12,12 @@ from zero_ext.zero import engine_of
 
 
 def prepared(world: World, stage: int, **more: Any) -> tuple[Any, Any]:
-    """A tiny language model and its optimizer, prepared with ``more`` settings."""
+    """A tiny language model and its optimizer, prepared with ``more`` settings, made by ``make``."""
     model = TinyModel()
-    device = more.pop("device", None)
+    device, make = more.pop("device", None), more.pop("make", adamw)
     return zero_ext.prepare(
         model,
-        adamw(model.parameters()),
+        make(model.parameters()),
         configuration(stage, **more),
         process_group=world.group,
         device=device,

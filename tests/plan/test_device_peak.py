@@ -124,7 +124,7 @@ def test_a_device_holds_at_most_what_was_planned(
 @on_ranks(1, 3, stand_in=True)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("wave_elements", [1, full_tensor_costs.WAVE_ELEMENTS])
-def test_a_step_on_full_matrices_takes_at_most_what_was_planned(
+def test_memory_of_a_step_on_full_matrices_is_bounded(
     world: World, stage: int, wave_elements: int, folder: str
 ) -> None:
     torch.get_device_module(DEVICE).set_schedule("eager")

@@ -306,7 +306,7 @@ def test_volumes_are_those_counted(world: World, stage: int) -> None:
         assert onebit_state_bytes(stage, world.size, units) == wanted
 
 
-def test_matrices_on_their_way_to_owners_and_back() -> None:
+def test_bytes_of_matrices_to_owners_and_back() -> None:
     # Of 96 elements on 4 ranks three quarters belong to others: 2 bytes out and 2 bytes back.
     assert matrices_sent(72, 4) == Sent(4 * 96 // 4 * 3 // 4, 0)
     assert matrices_sent(72, 4, 2) == Sent(72, 48)  # two of the three others are in the other node

@@ -135,6 +135,5 @@ def traits_of(name: str) -> OptimizerTraits | None:
 
 
 def planned_optimizers() -> dict[str, OptimizerTraits]:
-    """Return the optimizers that plans know the state of, by name: those with a fused step, without 1-bit
-    ones."""
+    """Return the optimizers that plans are made for, by name: those with a fused step, without 1-bit ones."""
     return {name: each for name, each in OPTIMIZERS.items() if each.moments and not each.one_bit_stages}

@@ -238,8 +238,8 @@ def test_a_step_of_muon_sends_and_orthogonalizes_matrices(stage: int, tier: Tier
     assert busy("orthogonalize") == pytest.approx(after.optimizer_flops / rate)
     sent = sent_in_step(model, muon, CommunicationConfig()).all
     sent -= step_without_matrices(model, muon)
-    way = sent / machine.intra_bandwidth if stage else 0.0
-    assert busy("matrices") + busy("results") == pytest.approx(way, rel=1e-6)
+    wanted = sent / machine.intra_bandwidth if stage else 0.0
+    assert busy("matrices") + busy("results") == pytest.approx(wanted, rel=1e-6)
     assert after.seconds > before.seconds
     all_of_it = 32 * 5 * (4 * 6 * 4096**3 + 3 * (4 * 4096**2 * 11008 + 2 * 4096**3))
     owners = 8 if stage else 1

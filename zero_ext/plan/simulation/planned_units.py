@@ -157,8 +157,8 @@ def hidden_matrices(model: ModelCost) -> Iterator[tuple[int, int]]:
         for matrix in group.matrices if group.block else ():
             if not group.side:
                 raise ValueError(
-                    f"optimizer_type: expected a model with matrices of known shapes, got {model.name}. Plan "
-                    "for a preset, a parameter count or a config.json, or for AdamW."
+                    f"optimizer_type: expected a model with matrices of known shapes, got {model.name}. Pass "
+                    "one made from a Transformer, or choose AdamW."
                 )
             yield group.side, -(-matrix // group.side)
 

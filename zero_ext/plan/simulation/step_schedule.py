@@ -92,11 +92,11 @@ class OptimizerSchedule:
         """Send a unit's matrices to their owners and back. Each unit has its part of what all owners do."""
         share = self._units[number].parameters / sum(unit.parameters for unit in self._units)
         where = COMPUTE if self._training.optimizer == "device" else HOST
-        ready, way = list(after), self._costs.to_owners(share)
-        if way:
-            ready = [self._add(f"matrices {number}", LINK, way, ready)]
+        ready, seconds = list(after), self._costs.to_owners(share)
+        if seconds:
+            ready = [self._add(f"matrices {number}", LINK, seconds, ready)]
         ready = [self._add(f"orthogonalize {number}", where, self._costs.orthogonalize(share), ready)]
-        return [self._add(f"results {number}", LINK, way, ready)] if way else ready
+        return [self._add(f"results {number}", LINK, seconds, ready)] if seconds else ready
 
     def _in_memory(self, number: int, after: Sequence[int]) -> list[int]:
         elements, ready, training = self._owned(number), list(after), self._training

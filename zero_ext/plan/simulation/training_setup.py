@@ -69,7 +69,7 @@ class Training(StateTiers):
             meanwhile (ZeRO-Infinity, section 5.1.2).
         clipping: the step waits for the global norm.
         moments_dtype: as in `precision`.
-        optimizer_type: name of the optimizer, one of :func:`planned_optimizers`.
+        optimizer_type: name of an optimizer with a fused step: Adam, AdamW, Lamb, Lion or Muon.
         prefetch_elements: as in `units`.
         reuse_elements: as in `units`.
         bucket_elements: as in `units`.
@@ -152,7 +152,7 @@ class Training(StateTiers):
     ) -> Training:
         """Return the run that a configuration describes.
 
-        Optimizers of other kinds than :func:`planned_optimizers`, and none, count as AdamW.
+        An optimizer that is no value of `optimizer_type`, and none, counts as AdamW.
 
         Args:
             source: as for [`load_config`][zero_ext.load_config].
@@ -222,11 +222,14 @@ class Training(StateTiers):
         return (self.optimizer_type, rest) if rest else (self.optimizer_type,)
 
     def rule_of(self, hidden_matrix: bool) -> str:
-        """Return the name of the optimizer that steps a parameter.
+        """Return the optimizer of a parameter.
 
         Args:
             hidden_matrix: it is a matrix and neither an embedding nor an output layer, as `zero_ext.Muon`
                 with `module` decides.
+
+        Returns:
+            Its name.
         """
         return self.rules[0] if hidden_matrix else self.rules[-1]
 
@@ -234,7 +237,10 @@ class Training(StateTiers):
         """Return master weights and each kind of moments: bytes of an entry, and how many elements share it.
 
         Args:
-            rules: optimizers, by their names in :attr:`rules`, whose kinds are listed. Default: all of them.
+            rules: names of optimizers with kinds that are listed; all by default.
+
+        Returns:
+            A pair for each kind.
         """
         kinds = dict.fromkeys(kind for rule in rules or self.rules for kind in OPTIMIZERS[rule].moments)
         return (4, 1), *(len(kinds) * _MOMENT_FIELDS[self.moments_dtype])
@@ -243,7 +249,10 @@ class Training(StateTiers):
         """Return bytes of an element's master weight and moments.
 
         Args:
-            rule: optimizer that steps it.
+            rule: name of its optimizer.
+
+        Returns:
+            The number, which has a fraction for moments in 8 bits.
         """
         return sum(nbytes / elements for nbytes, elements in self.state_fields(rule))
 
