@@ -24,7 +24,7 @@ ARGUMENTS_OF_A_FUNCTION = 9
 # One argument for each key of the JSON section it is built from, under the key's own name.
 ONE_ARGUMENT_PER_JSON_KEY = {
     "zero_ext/optim/fused_optimizers.py: __init__",
-    "zero_ext/optim/muon.py: __init__",
+    "zero_ext/optim/full_tensors/muon.py: __init__",
     "zero_ext/optim/one_bit.py: __init__",
     "zero_ext/optim/schedulers.py: __init__",
 }

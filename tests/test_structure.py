@@ -26,7 +26,7 @@ PRIVATE_WORD = re.compile(
 )
 # Names of traceback, sys and pathlib, and arguments and attributes of DeepSpeed.
 FOREIGN = {"clear_frames", "_current_frames", "num_parts", "parts"}
-TERMS = {"in_place", "inplace", "IN_PLACE", "InPlace"}
+TERMS = {"in_place", "inplace", "IN_PLACE", "InPlace", "whole_tensors"}
 
 
 def test_imports_point_in_one_direction() -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from zero_ext.integrations.load_weights import load_weights
     from zero_ext.integrations.prepare_with_features import prepare
     from zero_ext.integrations.transformers import shard_trainer as shard_trainer
+    from zero_ext.optim.full_tensors.muon import Muon
     from zero_ext.optim.fused_optimizers import Lamb, Lion
-    from zero_ext.optim.muon import Muon
     from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
     from zero_ext.zero.api.full_parameters import (
         full_gradient,

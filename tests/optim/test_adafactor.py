@@ -332,7 +332,7 @@ def test_rollback_restores_all_state() -> None:
 
     def state() -> dict[str, torch.Tensor]:
         found = {f"{kind}/{segment.name}": values.clone() for kind, segment, values in stepper.values(0)}  # type: ignore[union-attr]
-        found |= {f"{each.kind}/{each.name}": each.tensor.clone() for each in stepper.whole_values()}
+        found |= {f"{each.kind}/{each.name}": each.tensor.clone() for each in stepper.unsharded_values()}
         steps = {f"step/{name}": torch.tensor(step) for name, step in stepper.scalars()["step"].items()}
         return found | steps | {"master": owned.state.read("master", 0, 32).clone()}
 

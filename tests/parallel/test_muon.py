@@ -26,7 +26,7 @@ from tests.parallel.experts import mixtures
 from tests.parallel.tensor import test_tensor_parallel as tensors
 from tests.parallel.training import mesh_of, mesh_of_one, shared_folder
 from tests.zero.training import placed
-from zero_ext.optim import muon_stepper
+from zero_ext.optim.full_tensors import muon_stepper
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, TiedLayerSpec
 from zero_ext.parallel.tensor.tp_styles import ParameterSplit, ToLocalSlice, split_parameter
 from zero_ext.zero import Engine, engine_of

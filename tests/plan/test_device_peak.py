@@ -16,7 +16,7 @@ from tests.multi.rank import World
 from tests.plan.test_plan_against_engine import PLACEMENTS, Decoder, configuration, of_rank, planned
 from zero_ext.config import full_tensor_costs
 from zero_ext.config.buffer_sizes import communicator_bytes
-from zero_ext.optim import muon_stepper
+from zero_ext.optim.full_tensors import muon_stepper
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation import MACHINES, Training
 from zero_ext.plan.simulation.run_memory import memory_needs

@@ -324,7 +324,7 @@ class AdafactorStepper(RangeStepper):
             if self._layouts[segment.name] is None:
                 yield names_of(group).vector, segment, self._averages[segment.name][0]
 
-    def whole_values(self) -> Iterator[UnshardedState]:
+    def unsharded_values(self) -> Iterator[UnshardedState]:
         """See :class:`Stepper`: averages of rows and of columns, equal on all ranks."""
         for owned in self._ranges:
             for segment in owned.segments:

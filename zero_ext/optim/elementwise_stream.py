@@ -239,10 +239,10 @@ class MultiTierStepper:
         stepper, local = self._owner[index]
         return stepper.values(local)
 
-    def whole_values(self) -> Iterator[UnshardedState]:
+    def unsharded_values(self) -> Iterator[UnshardedState]:
         """See :class:`Stepper`."""
         for stepper, _ in self._steppers:
-            yield from stepper.whole_values()
+            yield from stepper.unsharded_values()
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`."""

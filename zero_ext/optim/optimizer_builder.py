@@ -18,7 +18,7 @@ from zero_ext.config import OptimizerConfig, SchedulerConfig
 from zero_ext.config.base_section import is_number
 from zero_ext.config.config_errors import SUGGESTIONS, ConfigError, Problem, nearest, show
 from zero_ext.optim import schedulers
-from zero_ext.optim.muon import Muon
+from zero_ext.optim.full_tensors.muon import Muon
 from zero_ext.optim.optimizer_registry import ENTRIES
 
 _FIVE = {kind.__name__: kind for kind in (getattr(schedulers, name) for name in schedulers.__all__)}

@@ -28,12 +28,12 @@ from zero_ext.optim.elementwise import (
     on_other_tensors,
 )
 from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierStepper
+from zero_ext.optim.full_tensors.muon_groups import check_matrices, check_settings, serves
 from zero_ext.optim.full_tensors.owner_stepper import OwnerStepper
 from zero_ext.optim.moments import moment_fields
-from zero_ext.optim.muon_groups import check_matrices, check_settings, serves
 from zero_ext.optim.one_bit import OneBitOptimizer
 from zero_ext.optim.one_bit_steppers import OneBitStepper
-from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, WholeTensors
+from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, TensorExchange
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def make_stepper(
     elementwise: bool,
     tiers: TierManager,
     total: Total,
-    whole: WholeTensors | None = None,
+    exchange: TensorExchange | None = None,
 ) -> Stepper:
     """Return the stepper for a user's optimizer: its fused one, as far as the table has one for the tiers of
     the state; else the class's own code on the shards. `total` sums up what a step needs of all ranks.
@@ -297,7 +297,7 @@ def make_stepper(
             f"{type(optimizer).__name__}, which stores state in floats only. Remove the key."
         )
 
-    inputs = StepperInputs(optimizer, ranges, tiers.staging, moments_dtype, total, whole)
+    inputs = StepperInputs(optimizer, ranges, tiers.staging, moments_dtype, total, exchange)
     in_memory = ElementwiseStepper if entry is None or entry.stepper is None else entry.stepper
     own_code = entry is None or entry.traits.on_nvme == "own code"
     stored = [index for index, owned in enumerate(ranges) if own_code and is_stored(owned.state.tier)]

@@ -157,7 +157,7 @@ class PendingTransform(Protocol):
         """Wait for them, and return those that this rank owns, by name. Nothing is sent back."""
 
 
-class WholeTensors(Protocol):
+class TensorExchange(Protocol):
     """Makes tensors whole at one rank each, in the middle of a step on shards."""
 
     def related(self, owned: OwnedRange) -> Collection[OwnedRange]:
@@ -166,7 +166,7 @@ class WholeTensors(Protocol):
     def start(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> PendingTransform:
         """See :class:`zero_ext.zero.step.owner_exchange.OwnerExchange`."""
 
-    def dealt_by(self, cost: Callable[[Sequence[int]], int]) -> WholeTensors:
+    def dealt_by(self, cost: Callable[[Sequence[int]], int]) -> TensorExchange:
         """Return the same with owners by another cost of a tensor's shape."""
 
     def own_tensors(self) -> Mapping[str, bool]:
@@ -214,7 +214,7 @@ class Stepper(Protocol):
         """State of a range besides the master weights, by segment: torch's name for it, segment, its values
         where they are stored."""
 
-    def whole_values(self) -> Iterator[UnshardedState]:
+    def unsharded_values(self) -> Iterator[UnshardedState]:
         """State that this rank keeps besides the ranges, as tensors with shapes of their own.
 
         A load calls `make_state` first. Then each rank yields all that it keeps, with the shapes and dtypes
@@ -246,7 +246,7 @@ class StepperInputs:
     staging: StepStaging
     moments_dtype: MomentsDtype = torch.float32
     total: Total | None = None
-    whole: WholeTensors | None = None
+    exchange: TensorExchange | None = None
 
 
 class RangeStepper:
@@ -289,7 +289,7 @@ class RangeStepper:
         """See :class:`Stepper`; the state exists from the start."""
         return lambda: None
 
-    def whole_values(self) -> Iterator[UnshardedState]:
+    def unsharded_values(self) -> Iterator[UnshardedState]:
         """See :class:`Stepper`: none."""
         return iter(())
 

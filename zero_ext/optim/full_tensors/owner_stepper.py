@@ -45,10 +45,10 @@ class OwnerStepper(RangeStepper):
 
     def __init__(self, inputs: StepperInputs) -> None:
         super().__init__(inputs)
-        if inputs.whole is None or inputs.total is None:
+        if inputs.exchange is None or inputs.total is None:
             raise zero_ext_bug("full tensors without what makes them")
         self._total = inputs.total
-        self._owners = inputs.whole.dealt_by(owner_cost)
+        self._owners = inputs.exchange.dealt_by(owner_cost)
         self._inner = on_other_tensors(inputs.optimizer, [])
         self._segments = {segment.name: segment for owned in self._ranges for segment in owned.segments}
         self._tiers: dict[str, Tier] = {
@@ -162,7 +162,7 @@ class OwnerStepper(RangeStepper):
         """See :class:`Stepper`: all state has shapes of its own."""
         return iter(())
 
-    def whole_values(self) -> Iterator[UnshardedState]:
+    def unsharded_values(self) -> Iterator[UnshardedState]:
         """See :class:`Stepper`: the state of the tensors that this rank owns."""
         owned = self._owners.own_tensors()
         for name in sorted(self._states):

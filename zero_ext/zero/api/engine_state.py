@@ -70,7 +70,7 @@ def unsharded_state(engine: Engine) -> Iterator[UnshardedState]:
     if engine.asleep:
         raise asleep_error("optimizer state")
     stepper = engine.optimizer_step.stepper
-    yield from stepper.whole_values() if stepper is not None else ()
+    yield from stepper.unsharded_values() if stepper is not None else ()
 
 
 class EngineState:

@@ -41,8 +41,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         engine.optimizer_step.attach(
             self.param_groups,
             self.defaults,
-            lambda ranges, groups, total, whole: make_stepper(
-                on_other_tensors(optimizer, groups), ranges, moments, elementwise, engine.tiers, total, whole
+            lambda ranges, groups, total, exchange: make_stepper(
+                on_other_tensors(optimizer, groups),
+                ranges,
+                moments,
+                elementwise,
+                engine.tiers,
+                total,
+                exchange,
             ),
             engine.full_tensors,
             needs_whole_tensors(optimizer),

@@ -17,7 +17,7 @@ from zero_ext.offload import TierManager
 from zero_ext.optim import OwnedRange, Stepper, Total
 from zero_ext.optim.one_bit_steppers import OneBitStepper
 from zero_ext.optim.optimizer_registry import steps_full_tensors
-from zero_ext.optim.stepper import NonFiniteFlag, WholeTensors
+from zero_ext.optim.stepper import NonFiniteFlag, TensorExchange
 from zero_ext.zero.construction.rank_consistency import Hyperparameters
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
@@ -112,7 +112,7 @@ class OptimizerStep:
         self,
         groups: Groups,
         names: Iterable[str],
-        make: Callable[[Sequence[OwnedRange], Groups, Total, WholeTensors | None], Stepper],
+        make: Callable[[Sequence[OwnedRange], Groups, Total, TensorExchange | None], Stepper],
         full_tensors: FullTensorMap,
         exchanges: bool,
     ) -> None:

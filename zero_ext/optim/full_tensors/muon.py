@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import adamw as adamw_step
 from torch.optim.optimizer import ParamsT
 
-from zero_ext.optim.muon_groups import (
+from zero_ext.optim.full_tensors.muon_groups import (
     ADAMW,
     adamw_settings,
     check_matrices,

@@ -16,10 +16,10 @@ from zero_ext.config.tiers import is_stored
 from zero_ext.offload import MASTER, Values, put
 from zero_ext.optim.elementwise import plain_scalars
 from zero_ext.optim.elementwise_stream import MultiTierStepper
+from zero_ext.optim.full_tensors.muon import BUFFER, adjusted_lr, as_matrices, newton_schulz
+from zero_ext.optim.full_tensors.muon_groups import serves
 from zero_ext.optim.fused import AdamStepper
 from zero_ext.optim.moments import moment_fields
-from zero_ext.optim.muon import BUFFER, adjusted_lr, as_matrices, newton_schulz
-from zero_ext.optim.muon_groups import serves
 from zero_ext.optim.stepper import (
     OwnedRange,
     PendingTransform,
@@ -70,9 +70,9 @@ class MuonStepper(RangeStepper):
 
     def __init__(self, inputs: StepperInputs) -> None:
         super().__init__(inputs)
-        if inputs.whole is None or inputs.total is None:
+        if inputs.exchange is None or inputs.total is None:
             raise zero_ext_bug("whole matrices without what makes them")
-        self._whole, self._total = inputs.whole, inputs.total
+        self._exchange, self._total = inputs.exchange, inputs.total
         for owned in self._ranges:
             for kind, field in moment_fields(inputs.moments_dtype, (BUFFER,)).items():
                 owned.state.add(kind, field)
@@ -97,7 +97,7 @@ class MuonStepper(RangeStepper):
             for each in landed:
                 yield from (update.index for update in each.updates)
             values = {self._ranges[index]: values for index, values in wave.directions.items()}
-            wave.pending = self._whole.start(values, used.intersection(self._group_of))
+            wave.pending = self._exchange.start(values, used.intersection(self._group_of))
             flying.append(wave)
             if len(flying) > 1:
                 self._orthogonalize(flying[-2])
@@ -118,7 +118,7 @@ class MuonStepper(RangeStepper):
             if wave and not missing and elements + owned.state.numel > WAVE_ELEMENTS:
                 yield _Wave(wave)
                 wave, elements = [], 0
-            missing.update(indices[each] for each in self._whole.related(owned) if each in indices)
+            missing.update(indices[each] for each in self._exchange.related(owned) if each in indices)
             wave.append(update)
             missing.difference_update(each.index for each in wave)
             elements += owned.state.numel

@@ -15,7 +15,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.training import shared_folder
 from tests.zero.training import configuration, placed
-from zero_ext.optim import muon_stepper
+from zero_ext.optim.full_tensors import muon_stepper
 from zero_ext.zero import engine_of
 
 STEPS = 5
