@@ -19,6 +19,7 @@ class TensorSlice(NamedTuple):
     name: str
     start: int
     tensor: torch.Tensor | StoredValues
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Parameter:
     kinds: Mapping[str, torch.dtype] = field(
         default_factory=lambda: dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), torch.float32)
     )
+    unsharded: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # state with shapes of its own, like these
 
     @property
     def numel(self) -> int:
@@ -51,6 +55,12 @@ def channels_last(*shape: int, **settings: Any) -> Parameter:
     return Parameter(shape, stride, **settings)
 
 
+UNSHARDED = {
+    "left": torch.empty(11, 11),
+    "steps": torch.empty((), dtype=torch.int64),
+    "rows[0].mean": torch.empty(11, 1, dtype=torch.bfloat16),
+    "nothing": torch.empty(0, 3),
+}
 FROZEN = {"master": torch.bfloat16}
 MIXED = {
     "embed.weight": dense(700, 1013, aliases=("head.weight",)),  # several chunks
@@ -59,7 +69,8 @@ MIXED = {
     "nothing": dense(0, 4),
     "frozen.weight": dense(37, 53, trainable=False, kinds=FROZEN),
     "gate.weight": dense(11, 3, kinds={"master": torch.float32, "momentum": torch.bfloat16}),
-    'ünïcode "name"': dense(5),
+    'ünïcode "name"': dense(5, unsharded={"left": torch.empty(700, 513)}),
+    "factored.weight": dense(11, 3, unsharded=UNSHARDED),
 }
 SMALL = {"a.weight": dense(33, 7), "b.bias": dense(13, kinds=FROZEN, trainable=False)}
 
@@ -74,6 +85,16 @@ def random_state(table: Mapping[str, Parameter], seed: int) -> dict[tuple[str, s
     }
 
 
+def random_unsharded(table: Mapping[str, Parameter], seed: int) -> dict[tuple[str, str], torch.Tensor]:
+    """Every state tensor that has a shape of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        (kind, name): torch.randn(like.shape, generator=generator).mul(99).to(like.dtype)
+        for name, entry in table.items()
+        for kind, like in entry.unsharded.items()
+    }
+
+
 def random_buffers(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -85,7 +106,8 @@ def random_buffers(seed: int) -> dict[str, torch.Tensor]:
 
 
 class FakeSource:
-    """``sharded``: each rank holds its own 1/N of all elements (else all of them, saving its 1/N)."""
+    """``sharded``: each rank holds its own 1/N of all elements (else all of them, saving its 1/N). State with
+    a shape of its own is dealt to ranks in turn."""
 
     def __init__(
         self,
@@ -105,6 +127,11 @@ class FakeSource:
         self.finished = 0
         self.held = {
             key: full[slice(*self._held(full))].clone() for key, full in random_state(table, seed).items()
+        }
+        self.unsharded = {
+            key: value
+            for number, (key, value) in enumerate(random_unsharded(table, seed).items())
+            if not sharded or number % world_size == rank
         }
 
     def _own(self, numel: int) -> tuple[int, int]:
@@ -126,11 +153,16 @@ class FakeSource:
             for low, high in ((begin, middle), (middle, end)):
                 if low < high:
                     yield TensorSlice(kind, name, low, tensor[low - first : high - first])
+        for number, ((kind, name), tensor) in enumerate(self.unsharded.items()):
+            if self.sharded or number % self.world_size == self.rank:
+                yield TensorSlice(kind, name, 0, tensor.view(-1), tuple(tensor.shape))
 
     def load_slices(self) -> Iterator[TensorSlice]:
         for (kind, name), tensor in self.held.items():
             start = self._own(self.table[name].numel)[0] if self.sharded else 0
             yield TensorSlice(kind, name, start, tensor)
+        for (kind, name), tensor in self.unsharded.items():
+            yield TensorSlice(kind, name, 0, tensor.view(-1), tuple(tensor.shape))
 
     def scalar_state(self) -> dict[str, Any]:
         return copy.deepcopy(self.scalars)
@@ -145,7 +177,7 @@ class FakeSource:
         self.finished += 1
 
     def poison(self) -> None:
-        for tensor in (*self.held.values(), *self.live_buffers.values()):
+        for tensor in (*self.held.values(), *self.unsharded.values(), *self.live_buffers.values()):
             if tensor.is_floating_point():
                 tensor.fill_(math.nan)
             else:
@@ -156,5 +188,6 @@ class FakeSource:
         """Whether every element on this rank is that of ``random_state(seed)``, bit for bit."""
         expected = FakeSource(self.table, seed, self.rank, self.world_size, None, self.sharded)
         same = [torch.equal(tensor, expected.held[key]) for key, tensor in self.held.items()]
+        same += [torch.equal(tensor, expected.unsharded[key]) for key, tensor in self.unsharded.items()]
         same += [torch.equal(t, expected.live_buffers[name]) for name, t in self.live_buffers.items()]
         return all(same) and self.scalars == expected.scalars

@@ -28,6 +28,9 @@ TABLE = {
     "big": dense(300_000),  # more than one chunk
     "conv": channels_last(4, 3, 2, 2),
     "tied": dense(9, aliases=("alias",)),
+    "factored": dense(
+        4, 3, unsharded={"left": torch.empty(4, 4), "steps": torch.empty(2, 2, dtype=torch.int64)}
+    ),
     "frozen": dense(6, 2, trainable=False, kinds={"master": torch.bfloat16}),
 }
 
@@ -152,8 +155,16 @@ def big_slice(fields: dict[str, Any]) -> dict[str, Any]:
     return next(record for record in fields["slices"] if record["crc32c"] and record["name"] == "big")
 
 
+def unsharded_slice(fields: dict[str, Any]) -> dict[str, Any]:
+    return next(record for record in fields["slices"] if record["kind"] == "left")
+
+
 def in_slice(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda fields: big_slice(fields).__setitem__(key, value)
+
+
+def in_unsharded(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: unsharded_slice(fields).__setitem__(key, value)
 
 
 def shift_slice(key: str, by: int) -> Callable[[dict[str, Any]], None]:
@@ -221,6 +232,24 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "expected its first byte at",
     ),
     "slice gone": (lambda fields: fields["slices"].remove(big_slice(fields)), "manifest.json"),
+    "own shape of another size": (in_unsharded("shape", [4, 5]), "all 20 elements of shape [4, 5], got 16"),
+    "own shape turned": (
+        in_unsharded("shape", [16]),
+        "left of 'factored': expected shape [4, 4], got shape [16]",
+    ),
+    "own shape gone": (in_unsharded("shape", None), "expected 1 to 12 elements"),
+    "own shape negative": (in_unsharded("shape", [-4, -4]), "shape"),
+    "own shape huge": (in_unsharded("shape", [1 << 61, 1 << 61]), "elements of shape"),
+    "own shape many": (in_unsharded("shape", [1] * 100), "shape"),
+    "own shape of a value": (in_unsharded("kind", "master"), "expected the shape that its table lists"),
+    "own shape of a buffer": (in_unsharded("kind", "buffer"), "no such buffer is listed"),
+    "own shape of nobody": (in_unsharded("name", "nobody"), "no such parameter is listed"),
+    "own shape in part": (in_unsharded("start", 1), "all 16 elements of shape [4, 4]"),
+    "own shape twice": (in_unsharded("kind", "steps"), "has a shape of its own and is stored twice"),
+    "own dtype": (in_unsharded("dtype", "int32"), "expected torch.float32, got torch.int32"),
+    "own and sharded": (in_unsharded("kind", "exp_avg"), "has a shape of its own and is stored twice"),
+    "own of another kind": (in_unsharded("kind", "right"), "left of 'factored': it is not in the checkpoint"),
+    "own shape for a slice": (in_slice("shape", [300_000]), "another shape [300000]"),
     "checksums short": (in_slice("crc32c", []), "checksums, one for each chunk, got 0"),
     "checksum range": (put("slices", 0, "crc32c", [1 << 32]), "crc32c"),
     "checksum wrong": (
@@ -300,6 +329,11 @@ def without(name: str) -> dict[str, Any]:
     return {key: entry for key, entry in TABLE.items() if key != name}
 
 
+def owned(**like: torch.Tensor) -> dict[str, Any]:
+    kinds = {"master": torch.float32} if "exp_avg" in like else TABLE["factored"].kinds
+    return TABLE | {"factored": dense(4, 3, kinds=kinds, unsharded=like)}
+
+
 def kinds(name: str, **dtypes: torch.dtype) -> dict[str, Any]:
     return TABLE | {name: dense(*TABLE[name].shape, kinds=dtypes)}
 
@@ -315,6 +349,15 @@ def kinds(name: str, **dtypes: torch.dtype) -> dict[str, Any]:
         (without("tied") | {"tied": dense(9), "alias": dense(9)}, "'alias': expected the names alias, got"),
         (kinds("frozen", master=torch.bfloat16, exp_avg=torch.float32), "exp_avg of 'frozen': it is not in"),
         (kinds("big", master=torch.float32), "exp_avg of 'big': the checkpoint holds it, but the model asks"),
+        (owned(left=torch.empty(4, 4)), "steps of 'factored': the checkpoint holds it, but the model asks"),
+        (
+            owned(left=torch.empty(4, 4), more=torch.empty(2)),
+            "more of 'factored': it is not in the checkpoint",
+        ),
+        (owned(left=torch.empty(2, 8)), "left of 'factored': expected shape [2, 8], got shape [4, 4]"),
+        (owned(left=torch.empty(4, 4, dtype=torch.int32)), "expected torch.int32, got torch.float32"),
+        (owned(exp_avg=torch.empty(12)), "expected shape [12], got the parameter's shape"),
+        (kinds("factored", left=torch.float32), "expected the parameter's shape, got shape [4, 4]"),
         (kinds("frozen", master=torch.int64), "expected torch.int64, got torch.bfloat16"),
     ],
 )

@@ -41,7 +41,12 @@ UNCHECKED = re.compile(
     r"\b(RuntimeError|KeyError|IndexError|AttributeError|RecursionError|OverflowError|AssertionError|MemoryError"
     r"|Unicode\w+Error|ZeroDivisionError|UnboundLocalError|TypeError)\b"
 )
-TABLE = {**SMALL, "conv.weight": MIXED["conv.weight"], "tied": dense(9, aliases=("alias",))}
+TABLE = {
+    **SMALL,
+    "conv.weight": MIXED["conv.weight"],
+    "factored.weight": MIXED["factored.weight"],
+    "tied": dense(9, aliases=("alias",)),
+}
 CONFIGURATIONS = (
     {
         "stage": 3,

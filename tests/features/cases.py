@@ -130,6 +130,16 @@ CASES += [
     ),
     *(
         Case(
+            "Adafactor of torch and of transformers",
+            f"adafactor, {next(iter(offload.values()), 'device')}",
+            f"{SHARDING}:zero",
+            2,
+            {"stage": 2, "plan": PLANS["bf16, no_sync"], "offload": offload, "optimizer": "adafactor"},
+        )
+        for offload in ({}, {"optimizer": "host"}, {"optimizer": "nvme"})
+    ),
+    *(
+        Case(
             "checkpoints for any number of ranks",
             f"checkpoint of stage {stages[0]} into {stages[1]}, {name}",
             f"{SHARDING}:checkpoints",

@@ -32,7 +32,14 @@ def muon(parameters: Any) -> torch.optim.Optimizer:
     return zero_ext.Muon(parameters, lr=1e-3)
 
 
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "lion": lion, "lamb": lamb, "muon": muon}
+OPTIMIZERS = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "lion": lion,
+    "lamb": lamb,
+    "muon": muon,
+    "adafactor": torch.optim.Adafactor,
+}
 
 
 def on_host(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -82,6 +82,7 @@ EMBEDDED = {"wte.weight", "positions.weight"}
 def test_what_muon_steps(model: nn.Module, names: list[str] | None, wanted: set[str]) -> None:
     for made in (
         zero_ext.Muon(model.parameters(), module=model, adamw_names=names),
+        zero_ext.Muon(model.named_parameters(), module=model, adamw_names=names),
         build_optimizer(
             OptimizerConfig(type="muon", params={} if names is None else {"adamw_names": names}),
             [{"params": list(model.parameters()), "weight_decay": 0.0}],
@@ -124,6 +125,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"adjust_lr_fn": "rms"}, "adjust_lr_fn", "'original' or 'match_rms_adamw'"),
     ({"adjust_lr_fn": []}, "adjust_lr_fn", "'original' or 'match_rms_adamw'"),
     ({"adamw": 0.1}, "adamw", "expected a mapping"),
+    ({"adamw": []}, "adamw", "expected a mapping"),
     ({"adamw": {"lr": -1}}, "adamw.lr", "at least 0"),
     ({"adamw": {"eps": "x"}}, "adamw.eps", "at least 0"),
     ({"adamw": {"betas": [0.9, 1.0]}}, "adamw.betas", "below 1"),
@@ -235,7 +237,9 @@ def test_schedules_move_both_rates(name: str, params: dict[str, Any], wanted: tu
     optimizer.step()
     made.step()
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(wanted)
-    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    muon, adamw = optimizer.param_groups
+    assert (muon["use_muon"], adamw["use_muon"], muon["momentum"]) == (True, False, 0.95)
+    assert (adamw["betas"] != (0.9, 0.999)) == (name in ("CyclicLR", "OneCycle"))
 
 
 class Sums(nn.Module):

@@ -70,7 +70,7 @@ def test_listed_classes_pass_and_really_are_element_wise(kind: type[optim.Optimi
     check_elementwise(Unlisted(parameters()), declared=True)
 
 
-@pytest.mark.parametrize("kind", [optim.LBFGS, MyLBFGS, optim.Adafactor, optim.SparseAdam])
+@pytest.mark.parametrize("kind", [optim.LBFGS, MyLBFGS, optim.SparseAdam])
 @pytest.mark.parametrize("declared", [False, True])
 def test_classes_that_need_full_tensors_are_refused_with_the_reason(
     kind: type[optim.Optimizer], declared: bool

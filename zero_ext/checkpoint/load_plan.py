@@ -19,7 +19,6 @@ from zero_ext.checkpoint.format.manifest import (
     ParameterRecord,
     SliceRecord,
     slices_by_tensor,
-    tensor_elements,
 )
 from zero_ext.checkpoint.format.state_source import (
     BUFFER,
@@ -161,7 +160,8 @@ def check_requests(
     for request in requests:
         for number, start, numel in request:
             ranges[number].append((start, start + numel))
-    for number, (kind, name) in enumerate(sorted(slices_by_tensor(manifest))):
+    stored = slices_by_tensor(manifest)
+    for number, (kind, name) in enumerate(sorted(stored)):
         if leaves(kind):
             continue
         end = 0
@@ -169,7 +169,7 @@ def check_requests(
             if low > end:
                 break
             end = max(end, high)
-        if end < tensor_elements(manifest, kind, name):
+        if end < stored[kind, name][-1].start + stored[kind, name][-1].numel:
             asked = "nothing of it" if end == 0 else f"only its first {end} elements"
             raise ValueError(
                 f"{kind} of {name!r}: the checkpoint holds it, but the model asks for {asked}. Use the "
@@ -262,6 +262,15 @@ def _difference(
 
 
 def _check_fit(target: CheckpointSlice, records: list[SliceRecord]) -> None:
+    own, stored = (
+        "the parameter's shape" if shape is None else f"shape {list(shape)}"
+        for shape in (target.shape, records[0].shape)
+    )
+    if own != stored:
+        raise ValueError(
+            f"{target.label}: expected {own}, got {stored} in the checkpoint. Use the optimizer and settings "
+            "that it was saved with."
+        )
     elements = records[-1].start + records[-1].numel
     if target.start + target.numel > elements:
         raise ValueError(

@@ -25,7 +25,7 @@ _PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def saved_slices(slices: Iterable[TensorSlice], buffers: Mapping[str, torch.Tensor]) -> list[CheckpointSlice]:
-    """Return the slices and buffers this rank writes, in file order; empty ones take no part.
+    """Return the slices and buffers this rank writes, in file order; empty slices of parameters take no part.
 
     ValueError or TypeError names a slice that cannot be stored.
     """
@@ -45,7 +45,8 @@ def saved_slices(slices: Iterable[TensorSlice], buffers: Mapping[str, torch.Tens
         except ValueError as error:
             raise ValueError(f"{saved.label}: {error}") from None
     # Readers want each tensor at its own alignment.
-    return sorted((saved for saved in found if saved.numel), key=lambda saved: -saved.values.dtype.itemsize)
+    stored = (saved for saved in found if saved.numel or saved.shape is not None)
+    return sorted(stored, key=lambda saved: -saved.values.dtype.itemsize)
 
 
 def stage_slices(slices: Sequence[CheckpointSlice]) -> list[CheckpointSlice]:
@@ -113,6 +114,7 @@ def write_shard(
                 dtype=dtype_name(entry.dtype),
                 offset=offset,
                 crc32c=checksums,
+                shape=None if saved.shape is None else list(saved.shape),
             )
             records.append(record)
             offset += entry.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,6 +25,9 @@ class CheckpointSlice(NamedTuple):
     name: str
     start: int
     values: torch.Tensor | StoredValues
+    shape: tuple[int, ...] | None = (
+        None  # of all of a state tensor, None for elements of the parameter's shape
+    )
 
     @classmethod
     def of(cls, state: TensorSlice) -> CheckpointSlice:
@@ -36,7 +40,13 @@ class CheckpointSlice(NamedTuple):
                 "number."
             )
         values = state.tensor.detach() if isinstance(state.tensor, torch.Tensor) else state.tensor
-        return cls(state.kind, state.name, state.start, values)
+        found = cls(state.kind, state.name, state.start, values, state.shape)
+        if state.shape is not None and (state.start, found.numel) != (0, math.prod(state.shape)):
+            raise ValueError(
+                f"{where}: expected all elements of shape {state.shape}, got {found.numel} from element "
+                f"{state.start}. Pass all of them."
+            )
+        return found
 
     @property
     def label(self) -> str:
@@ -58,7 +68,7 @@ class CheckpointSlice(NamedTuple):
         if isinstance(values, torch.Tensor):
             on_host = values.device.type == "cpu"
             for chunk in (byte_view(values),) if on_host else staging.read(values):
-                yield from chunk.split(CHUNK_BYTES)
+                yield from chunk.split(CHUNK_BYTES) if chunk.numel() else ()
             return
         elements = CHUNK_BYTES // values.dtype.itemsize
         for begin in range(0, values.numel, elements):

@@ -26,7 +26,7 @@ class StepEnd:
             when the engine did not see it, and on an accelerator, see `DeviceStepEnd`.
         grad_norm: global gradient norm before clipping, None when nothing asked for it, and where the host
             does not have it yet, see `DeviceStepEnd`.
-        lr: learning rate of each param group during the step.
+        lr: learning rate of each param group during the step. NaN if the optimizer computes its own.
         skipped: True when non-finite gradients made all ranks leave the parameters as they were.
         loss_scale: scale the losses were multiplied with (1.0 without loss scaling).
         seconds: wall time since the step before ended.

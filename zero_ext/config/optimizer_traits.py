@@ -28,7 +28,9 @@ class OptimizerTraits:
         on_nvme: how state on NVMe is stepped: by the op that also moves it, in chunks that the fused step
             reads, by the optimizer's own code, or not at all.
         unless: options of a param group that the op does not have. With one, its own code runs.
+        moments_with: option of a param group that moments come with. Empty: they are always there.
         needs_norms: whether a step needs norms of full parameters of all ranks.
+        factors: whether state has values for rows and columns of full matrices.
         whole_tensors: whether a step needs full tensors, each at one rank.
         rest: name of the optimizer that steps parameters which are no hidden matrices. Empty: it does itself.
         one_bit_stages: ZeRO stages in which it compresses to 1 bit. Empty: it is not a 1-bit optimizer.
@@ -44,13 +46,20 @@ class OptimizerTraits:
     eight_bit: bool = False
     on_nvme: Literal["pipeline", "chunks", "own code", "never"] = "own code"
     unless: tuple[str, ...] = ("differentiable",)
+    moments_with: str = ""
     needs_norms: bool = False
+    factors: bool = False
     whole_tensors: bool = False
     rest: str = ""
     one_bit_stages: tuple[int, ...] = ()
     resumes_from: frozenset[str] = frozenset()
     deepspeed_builders: tuple[str, ...] = ()
     deepspeed_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def planned_moments(self) -> tuple[str, ...]:
+        """Moments without options, which plans count."""
+        return () if self.moments_with else self.moments
 
 
 _TWO = ("exp_avg", "exp_avg_sq")
@@ -70,6 +79,14 @@ _LION: dict[str, Any] = {
     "deepspeed_builders": ("cpu_lion", "fused_lion"),
     "deepspeed_defaults": {"lr": 1e-3, "betas": [0.9, 0.999]},
 }
+_ADAFACTOR: dict[str, Any] = {
+    "moments": ("exp_avg",),
+    "stepper": "adafactor_stepper.AdafactorStepper",
+    "on_nvme": "chunks",
+    "moments_with": "beta1",
+    "needs_norms": True,
+    "factors": True,
+}
 _FUSED = "zero_ext.optim.fused_optimizers"
 _ONE_BIT: dict[str, Any] = {"module": "zero_ext.optim.one_bit", "moments": _TWO, "on_nvme": "never"}
 _ONE_BIT_ADAM = _ONE_BIT | {"stepper": "one_bit_steppers.OneBitStepper", "resumes_from": _OF_TWO_MOMENTS}
@@ -79,6 +96,7 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
     traits.name: traits
     for traits in (
         OptimizerTraits("Adadelta"),
+        OptimizerTraits("Adafactor", **_ADAFACTOR),
         OptimizerTraits("Adagrad", deepspeed_builders=("cpu_adagrad",)),
         OptimizerTraits("Adam", deepspeed_builders=("cpu_adam", "fused_adam"), **_ADAM),
         OptimizerTraits("AdamW", **_ADAM),
@@ -98,9 +116,11 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
     )
 }
 
+# Classes of other packages that the table's optimizers step too, by module and name.
+SAME_OPTIMIZER = {"transformers.optimization.Adafactor": "Adafactor"}
+
 # By the name of the class, also of a base class: why it cannot run on shards.
 NEEDS_FULL_TENSORS = {
-    "Adafactor": "It factors full matrices, which shards do not have",
     "LBFGS": "It needs a closure and the inner products of full parameters",
     "SparseAdam": "It needs sparse gradients, and gradients here are flat and dense",
 }

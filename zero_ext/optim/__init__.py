@@ -2,13 +2,14 @@
 
 from zero_ext.optim.moments import moments_dtype_named
 from zero_ext.optim.optimizer_registry import make_stepper, state_kinds
-from zero_ext.optim.stepper import OwnedRange, Segment, Stepper, Total, Update
+from zero_ext.optim.stepper import OwnedRange, Segment, Stepper, Total, UnshardedState, Update
 
 __all__ = [
     "OwnedRange",
     "Segment",
     "Stepper",
     "Total",
+    "UnshardedState",
     "Update",
     "make_stepper",
     "moments_dtype_named",

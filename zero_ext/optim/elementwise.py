@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import optim
 
-from zero_ext.config.tiers import Tier, is_stored
-from zero_ext.offload import MASTER, Values, put
+from zero_ext.config.tiers import Tier
+from zero_ext.offload import MASTER, Values
 from zero_ext.optim.fused_optimizers import FusedOptimizer
-from zero_ext.optim.stepper import RangeStepper, Segment, StepperInputs, Update
+from zero_ext.optim.stepper import RangeStepper, Segment, StepperInputs, Update, send_parameters
 
 
 class ElementwiseStepper(RangeStepper):
@@ -63,13 +63,8 @@ class ElementwiseStepper(RangeStepper):
             value.grad = None
             if self._flag is not None and segment.name in used:
                 self._flag.check(value)
-        if owned.output is not None and is_stored(owned.output.tier):
-            # All of it, else the rest of a block would have to be read. Unchanged values are written again.
-            self._staging.send(owned.state.read(MASTER, 0, owned.state.numel), owned.output, owned.state.tier)
-        elif owned.output is not None:
-            for segment, value in self._segments_of(index):
-                if segment.name in used:
-                    put(owned.output, segment.begin, value, owned.state.tier)
+        stepped = [(each.begin, each.end) for each in owned.segments if each.name in used]
+        send_parameters(self._staging, owned, stepped)
 
     def _groups_over(self, index: int) -> list[dict[str, Any]]:
         groups = [{**group, "params": []} for group in self._groups]
@@ -212,6 +207,9 @@ def live_scalars(saved: Mapping[str, Any]) -> dict[str, Any]:
 def on_other_tensors(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:
     """Return an optimizer of the same class and settings with fresh state over the tensors in ``groups``."""
     made = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        if name != "step":  # which schedulers set, to a method of the original
+            vars(made).setdefault(name, value)  # a copy has none of the attributes of subclasses of torch's
     made.state = defaultdict(dict)
     made.param_groups = groups
     return made

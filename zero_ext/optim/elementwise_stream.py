@@ -28,6 +28,7 @@ from zero_ext.optim.stepper import (
     Stepper,
     StepperInputs,
     StoredChunk,
+    UnshardedState,
     Update,
     send_chunk,
     stored_chunks,
@@ -237,6 +238,11 @@ class MultiTierStepper:
         """See :class:`Stepper`."""
         stepper, local = self._owner[index]
         return stepper.values(local)
+
+    def whole_values(self) -> Iterator[UnshardedState]:
+        """See :class:`Stepper`."""
+        for stepper, _ in self._steppers:
+            yield from stepper.whole_values()
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`."""

@@ -18,6 +18,7 @@ from zero_ext.optim.muon_groups import (
     check_settings,
     divide,
     serves,
+    tensor_of,
 )
 
 BUFFER = "momentum_buffer"
@@ -117,7 +118,7 @@ class Muon(torch.optim.Optimizer):
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         check_settings(group)
         if group["use_muon"]:
-            check_matrices(group["params"])
+            check_matrices(map(tensor_of, group["params"]))
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -134,22 +135,24 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        by_group = [
-            (group, [each for each in group["params"] if each.grad is not None])
+        trained = [
+            {each: each.grad for each in group["params"] if each.grad is not None}
             for group in self.param_groups
         ]
-        for _, trained in by_group:  # all, before the first is stepped
-            _check_gradients(trained)
-        for group, trained in by_group:
+        if any(gradient.is_sparse for gradients in trained for gradient in gradients.values()):
+            raise RuntimeError(
+                "Muon: expected dense gradients, got a sparse one. Pass sparse=False to embeddings."
+            )
+        for group, gradients in zip(self.param_groups, trained, strict=True):
             if group["use_muon"]:
-                for parameter in trained:
-                    self._step_matrix(parameter, group)
+                for parameter, gradient in gradients.items():
+                    self._step_matrix(parameter, gradient, group)
             else:
-                self._step_adamw(trained, group)
+                self._step_adamw(gradients, group)
         return loss
 
-    def _step_matrix(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
-        state, gradient = self.state[parameter], _gradient(parameter)
+    def _step_matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state[parameter]
         if BUFFER not in state:
             state[BUFFER] = torch.zeros_like(parameter)
         buffer = state[BUFFER].lerp_(gradient, 1 - group["momentum"])
@@ -158,9 +161,9 @@ class Muon(torch.optim.Optimizer):
         update = newton_schulz(as_matrices(direction.bfloat16()), group)
         parameter.add_(update.reshape(parameter.shape), alpha=-adjusted_lr(group, parameter.shape))
 
-    def _step_adamw(self, parameters: Sequence[torch.Tensor], group: Mapping[str, Any]) -> None:
-        states = [self.state[each] for each in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
+    def _step_adamw(self, gradients: Mapping[torch.Tensor, torch.Tensor], group: Mapping[str, Any]) -> None:
+        states = [self.state[each] for each in gradients]
+        for parameter, state in zip(gradients, states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 state["exp_avg"], state["exp_avg_sq"] = (
@@ -169,8 +172,8 @@ class Muon(torch.optim.Optimizer):
                 )
         beta1, beta2 = group["betas"]
         adamw_step.adamw(
-            list(parameters),
-            [_gradient(each) for each in parameters],
+            list(gradients),
+            list(gradients.values()),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -183,19 +186,6 @@ class Muon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def _check_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    for parameter in parameters:
-        if _gradient(parameter).is_sparse:
-            raise RuntimeError(
-                "Muon: expected dense gradients, got a sparse one. Pass sparse=False to embeddings."
-            )
 
 
 def as_matrices(value: torch.Tensor) -> torch.Tensor:

@@ -36,17 +36,17 @@ def adamw_settings(adamw: Mapping[str, Any] | None) -> dict[str, Any]:
         ValueError: `adamw` is no mapping, has other keys than lr, betas, eps and weight_decay, or a value
             out of range.
     """
-    if not isinstance(adamw or {}, Mapping):
+    if adamw is not None and not isinstance(adamw, Mapping):
         raise ValueError(f"adamw: expected a mapping, got {show(adamw)}. Pass one, or leave it out.")
-    given = dict(adamw or {})
-    for key in given:
+    chosen = dict(adamw or {})
+    for key in chosen:
         if key not in _OWN_KEYS:
             raise ValueError(
                 f"adamw.{key}: expected one of {', '.join(_OWN_KEYS)}, got another key. Remove it."
             )
-    if isinstance(given.get("betas"), list):
-        given["betas"] = tuple(given["betas"])
-    group = {**ADAMW, **given, "use_muon": False}
+    if isinstance(chosen.get("betas"), list):
+        chosen["betas"] = tuple(chosen["betas"])
+    group = {**ADAMW, **chosen, "use_muon": False}
     check_settings(group, "adamw.")
     return group
 
@@ -83,6 +83,12 @@ def check_settings(group: Mapping[str, Any], prefix: str = "") -> None:
         )
 
 
+def tensor_of(listed: Any) -> torch.Tensor:
+    """Return the parameter of what a list of parameters may hold: a parameter, or its name and itself."""
+    parameter: torch.Tensor = listed[1] if isinstance(listed, tuple) else listed
+    return parameter
+
+
 def check_matrices(parameters: Iterable[torch.Tensor]) -> None:
     """Raise ``ValueError`` for parameters that Muon cannot step: those that are no matrices of real
     numbers."""
@@ -114,9 +120,10 @@ def divide(
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         chosen: dict[bool, list[Any]] = {True: [], False: []}
         for each in params:
-            suits = each.dim() >= 2 and each.numel() > 0 and id(each) not in left_out
-            chosen[bool(getattr(each, "use_muon", suits))].append(each)
-        divided += [{**group, "params": part, "use_muon": rule} for rule, part in chosen.items() if part]
+            parameter = tensor_of(each)
+            suits = parameter.dim() >= 2 and parameter.numel() > 0 and id(parameter) not in left_out
+            chosen[bool(getattr(parameter, "use_muon", suits))].append(each)
+        divided += [{**group, "params": own, "use_muon": rule} for rule, own in chosen.items() if own]
     return divided
 
 
@@ -130,8 +137,8 @@ def _left_to_adamw(module: nn.Module | None, names: Sequence[str] | None) -> lis
         return []
     if names is not None:
         named = module.named_parameters()
-        return [each for name, each in named if any(part.lower() in name.lower() for part in names)]
-    return [each for part in _embeddings_and_outputs(module) for each in part.parameters()]
+        return [each for name, each in named if any(text.lower() in name.lower() for text in names)]
+    return [each for layer in _embeddings_and_outputs(module) for each in layer.parameters()]
 
 
 def _embeddings_and_outputs(module: nn.Module) -> list[nn.Module]:
@@ -142,13 +149,13 @@ def _embeddings_and_outputs(module: nn.Module) -> list[nn.Module]:
     """
     found: list[nn.Module] = []
     last, rows = None, set()
-    for part in module.modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            found.append(part)
-            rows.add(part.num_embeddings)
-        elif isinstance(part, nn.Linear):
-            last = part
-        outputs = getattr(part, "get_output_embeddings", None)
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            found.append(layer)
+            rows.add(layer.num_embeddings)
+        elif isinstance(layer, nn.Linear):
+            last = layer
+        outputs = getattr(layer, "get_output_embeddings", None)
         output = outputs() if callable(outputs) else None
         if isinstance(output, nn.Module):
             found.append(output)

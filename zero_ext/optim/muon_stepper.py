@@ -214,9 +214,10 @@ class MuonStepper(RangeStepper):
         scaled = gradient.to(buffer.device, torch.float32) * scale.to(buffer.device)
         for segment, first, last in self._inside(index, begin, buffer.numel(), used):
             group, own = self._groups[segment.group], scaled[first:last]
-            average = buffer[first:last].float().lerp_(own, 1 - group["momentum"])
-            if buffer.dtype != torch.float32:  # else it is what was averaged into
-                buffer[first:last] = average
+            stored = buffer[first:last]
+            average = stored.float().lerp_(own, 1 - group["momentum"])
+            if stored.dtype != average.dtype:  # else it is the same memory
+                stored.copy_(average)
             direction = own.lerp(average, group["momentum"]) if group["nesterov"] else average
             directions[begin + first : begin + last] = direction
 

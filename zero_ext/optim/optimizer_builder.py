@@ -147,7 +147,9 @@ def _mismatch(parameter: inspect.Parameter, value: object) -> str | None:
         return None if fits else "true or false"
     if default is inspect.Parameter.empty and annotation == "int":
         return None if is_number(value) and value >= 1 and value == int(value) else "an integer of at least 1"
-    if parameter.name in _NEVER_NEGATIVE:
+    if isinstance(default, tuple) and None in default and isinstance(value, list | tuple):
+        value = [0 if item is None else item for item in value]
+    if parameter.name in _NEVER_NEGATIVE and not isinstance(default, tuple):
         return None if is_number(value) and value >= 0 else "a finite number of at least 0"
     if isinstance(default, int | float):
         fits = is_number(value) or (

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import optim
 
-from zero_ext.config.optimizer_traits import NEEDS_FULL_TENSORS, OPTIMIZERS, OptimizerTraits
+from zero_ext.config.optimizer_traits import (
+    NEEDS_FULL_TENSORS,
+    OPTIMIZERS,
+    SAME_OPTIMIZER,
+    OptimizerTraits,
+)
 from zero_ext.config.tiers import is_stored
 from zero_ext.offload import StateField, TierManager
 from zero_ext.optim.elementwise import (
@@ -23,6 +28,7 @@ from zero_ext.optim.elementwise import (
     on_other_tensors,
 )
 from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierStepper
+from zero_ext.optim.full_tensors.owner_stepper import OwnerStepper
 from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.muon_groups import check_matrices, check_settings, serves
 from zero_ext.optim.one_bit import OneBitOptimizer
@@ -88,11 +94,41 @@ _INSTEAD = (
 )
 
 
+_AT_OWNERS = "zero_ext_whole_tensors"  # set on an optimizer, so that copies of it have it
+
+
+def declare_at_owners(optimizer: Any, declared: bool) -> Any:
+    """Return the user's ``optimizer``, marked if it is declared to need full tensors and to step each by
+    itself."""
+    if isinstance(optimizer, optim.Optimizer):
+        setattr(optimizer, _AT_OWNERS, declared)
+    return optimizer
+
+
+def steps_at_owners(optimizer: optim.Optimizer | None) -> bool:
+    """Return whether the own code of ``optimizer`` runs on full tensors, each at its owner."""
+    return bool(getattr(optimizer, _AT_OWNERS, False))
+
+
+def entry_of(kind: type[optim.Optimizer]) -> OptimizerEntry | None:
+    """Return the entry of a class, None if it is not in the table."""
+    # By name, so that no package is imported for its class.
+    same = SAME_OPTIMIZER.get(f"{kind.__module__}.{kind.__qualname__}")
+    if same is not None:
+        return replace(ENTRIES[same], kind=kind)
+    return next((entry for entry in ENTRIES.values() if entry.kind is kind), None)
+
+
 def fused_entry(optimizer: optim.Optimizer) -> OptimizerEntry | None:
-    """Return the entry of ``optimizer`` if a fused op computes what it would, else None."""
+    """Return the entry of ``optimizer`` if a fused op, or its own code at the owners of full tensors,
+    computes what it would, else None."""
+    if steps_at_owners(optimizer):
+        kind = type(optimizer)
+        traits = OptimizerTraits(kind.__qualname__, kind.__module__, on_nvme="never", whole_tensors=True)
+        return OptimizerEntry(traits, kind, OwnerStepper)
     # A subclass may step otherwise, except of those that step in the engine alone.
     kinds = type(optimizer).__mro__ if is_one_bit(optimizer) else (type(optimizer),)
-    entry = next((entry for kind in kinds for entry in ENTRIES.values() if entry.kind is kind), None)
+    entry = next((found for kind in kinds if (found := entry_of(kind)) is not None), None)
     if entry is None or entry.stepper is None:
         return None
     options = (group.get(option) for group in optimizer.param_groups for option in entry.traits.unless)
@@ -121,6 +157,12 @@ def needs_norms(optimizer: optim.Optimizer | None) -> bool:
     return entry is not None and entry.traits.needs_norms
 
 
+def factors_state(optimizer: optim.Optimizer | None) -> bool:
+    """Return whether ``optimizer`` keeps values for rows and columns of full matrices."""
+    entry = None if optimizer is None else fused_entry(optimizer)
+    return entry is not None and entry.traits.factors
+
+
 def needs_whole_tensors(optimizer: optim.Optimizer | None) -> bool:
     """Return whether a step of ``optimizer`` needs full tensors, each at one rank."""
     entry = None if optimizer is None else fused_entry(optimizer)
@@ -146,8 +188,14 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
     if needs_norms(optimizer) and when != "after_backward":
         raise ValueError(
             f"offload.update_mode: expected 'after_backward' with {type(optimizer).__name__}, got '{when}'. "
-            "Its trust ratios need the norms of all ranks, which are summed once for all layers, when all "
-            "gradients are ready and before any weight changes. Set offload.update_mode to 'after_backward'."
+            "Its step needs sums over all ranks, which are made once for all layers, when all gradients are "
+            "ready and before any weight changes. Set offload.update_mode to 'after_backward'."
+        )
+    if steps_at_owners(optimizer) and when != "after_backward":
+        raise ValueError(
+            "offload.update_mode: expected 'after_backward' with whole_tensors=True, got "
+            f"'{when}'. All tensors are stepped at their owners together, once for every change of the param "
+            "groups' own entries. Set offload.update_mode to 'after_backward'."
         )
     if needs_whole_tensors(optimizer) and when == "delayed":
         raise ValueError(
@@ -181,13 +229,14 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
         raise ValueError(
             f"optimizer {name}: expected differentiable=False on shards, got True. Leave it False."
         )
-    if any(entry.kind is kind for entry in ENTRIES.values()):
+    if entry_of(kind) is not None:
         return
     if not declared:
         raise ValueError(
             f"optimizer {name}: it is not known to be element-wise, which running on shards needs. "
             f"{_INSTEAD} If each element's update depends on that element alone, pass elementwise=True to "
-            "zero_ext.prepare, which then checks it once on a small vector."
+            "zero_ext.prepare, which then checks it once on a small vector. If it needs tensors in full and "
+            "steps each by itself, pass whole_tensors=True."
         )
     _try_out(optimizer, name)
 
@@ -262,10 +311,12 @@ def make_stepper(
     return MultiTierStepper([(in_memory(over(live)), live), (ElementwiseStream(over(stored)), stored)])
 
 
-def update_rule(group: Mapping[str, Any]) -> str:
+def update_rule(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> str:
     """Return the name of the table's optimizer that steps a param group, where one optimizer has several;
     else nothing. Parameters of two rules are never in one unit."""
-    return "" if "use_muon" not in group else "Muon" if serves(group) else "AdamW"
+    if steps_at_owners(optimizer) or "use_muon" not in group:
+        return ""
+    return "Muon" if serves(group) else "AdamW"
 
 
 def state_kinds(
@@ -275,6 +326,8 @@ def state_kinds(
     step on NVMe wants; of several rules that of ``rule``."""
     entry = ENTRIES[rule] if rule else fused_entry(optimizer)
     if entry is not None and (entry.traits.eight_bit or moments_dtype != "8bit"):
-        return moment_fields(moments_dtype, entry.traits.moments)
+        option = entry.traits.moments_with
+        kept = not option or any(group.get(option) is not None for group in optimizer.param_groups)
+        return moment_fields(moments_dtype, entry.traits.moments if kept else ())
     kinds = {kind for group in optimizer.param_groups for kind in elementwise_kinds(optimizer, group)}
     return dict.fromkeys(sorted(kinds), StateField(torch.float32))

@@ -19,6 +19,7 @@ from zero_ext.offload import (
     ShardStorage,
     StateChunk,
     StepStaging,
+    StorageRange,
     Values,
     put,
     visit_chunks,
@@ -76,6 +77,7 @@ class Segment:
     numel: int
     group: int = -1  # index of its param group, -1 outside an optimizer
     shape: tuple[int, ...] = ()  # of the full tensor, where an optimizer steps it
+    stride: tuple[int, ...] = ()  # of the parameter
 
     @property
     def end(self) -> int:
@@ -102,9 +104,44 @@ class Update:
     gradient: ShardStorage
 
 
-# The sum over all ranks of int64 values in host memory that the given call finds on each; a collective that
-# fails on all of them if the call fails on one. What all ranks hold alike counts once.
-Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+class Total(Protocol):
+    """The sum over all ranks of int64 or float64 values in host memory that a call finds on each. What all
+    ranks hold alike counts once. A collective that fails on all of them if the call fails on one, where it
+    uses storage or is ``fallible``."""
+
+    def __call__(self, own: Callable[[], torch.Tensor], fallible: bool = False) -> torch.Tensor:
+        """Return the sum of what ``own`` returns."""
+
+
+class UnshardedState(NamedTuple):
+    """A state tensor that is not sharded, with a shape of its own, such as statistics of rows and columns.
+
+    A checkpoint stores it once, by name. A load fills ``tensor`` in place, on every rank that yields it.
+    """
+
+    kind: str  # not one of the ranges' own
+    name: str  # the parameter's full name
+    tensor: torch.Tensor  # live, of any shape, strides and dtype
+    # Equal on all ranks: each yields all such tensors, in the same order. Else it is on one rank alone.
+    replicated: bool = False
+
+    def flat(self) -> Values:
+        """Return the live elements in row-major order."""
+        tensor = self.tensor
+        if tensor.is_contiguous():
+            return tensor.view(-1)
+
+        def write(begin: int, values: torch.Tensor) -> None:
+            positions = torch.arange(begin, begin + values.numel(), device=tensor.device)
+            tensor.put_(positions, values.to(tensor.device))
+
+        return StorageRange(
+            0,
+            tensor.numel(),
+            tensor.dtype,
+            lambda begin, end: tensor.flatten()[begin:end],
+            write,
+        )
 
 
 class PendingTransform(Protocol):
@@ -116,6 +153,9 @@ class PendingTransform(Protocol):
     def finish(self) -> None:
         """Wait for the results, which replace the values."""
 
+    def full_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Wait for them, and return those that this rank owns, by name. Nothing is sent back."""
+
 
 class WholeTensors(Protocol):
     """Makes tensors whole at one rank each, in the middle of a step on shards."""
@@ -125,6 +165,12 @@ class WholeTensors(Protocol):
 
     def start(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> PendingTransform:
         """See :class:`zero_ext.zero.step.owner_exchange.OwnerExchange`."""
+
+    def dealt_by(self, cost: Callable[[Sequence[int]], int]) -> WholeTensors:
+        """Return the same with owners by another cost of a tensor's shape."""
+
+    def own_tensors(self) -> Mapping[str, bool]:
+        """Return the tensors that this rank owns, and whether all other ranks own them, too."""
 
 
 class Stepper(Protocol):
@@ -167,6 +213,13 @@ class Stepper(Protocol):
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """State of a range besides the master weights, by segment: torch's name for it, segment, its values
         where they are stored."""
+
+    def whole_values(self) -> Iterator[UnshardedState]:
+        """State that this rank keeps besides the ranges, as tensors with shapes of their own.
+
+        A load calls `make_state` first. Then each rank yields all that it keeps, with the shapes and dtypes
+        that it must have.
+        """
 
     def scalars(self) -> dict[str, Any]:
         """JSON-able per-parameter state, equal on all ranks."""
@@ -236,6 +289,10 @@ class RangeStepper:
         """See :class:`Stepper`; the state exists from the start."""
         return lambda: None
 
+    def whole_values(self) -> Iterator[UnshardedState]:
+        """See :class:`Stepper`: none."""
+        return iter(())
+
     def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`: none."""
         return {}
@@ -274,6 +331,19 @@ def stored_state(owned: OwnedRange) -> NvmeState:
     if not isinstance(owned.state, NvmeState):
         raise zero_ext_bug(f"state in tier '{owned.state.tier}' does not stream")
     return owned.state
+
+
+def send_parameters(staging: StepStaging, owned: OwnedRange, stepped: Sequence[tuple[int, int]]) -> None:
+    """Send the master weights of a range in memory to its parameters. Ranges in ``stepped`` changed."""
+    if owned.output is None:
+        return
+    master = owned.state.read(MASTER, 0, owned.state.numel)
+    if is_stored(owned.output.tier):
+        # All of it, else the rest of a block would have to be read. Unchanged values are written again.
+        staging.send(master, owned.output, owned.state.tier)
+        return
+    for first, last in stepped:
+        put(owned.output, first, master[first:last], owned.state.tier)
 
 
 def send_chunk(output: ShardStorage | None, chunk: StoredChunk, stepped: Sequence[tuple[int, int]]) -> None:

@@ -91,6 +91,31 @@ def test_steps_as_deepspeeds_own(params: dict[str, Any]) -> None:
         assert (moved - wanted).norm() <= bound * wanted.norm(), name
 
 
+def test_initialize_follows_names_and_marks() -> None:
+    model = Blocks()
+    model.square.weight.use_muon = False  # type: ignore[attr-defined]
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "muon", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.03, 0.002], "warmup_num_steps": 2}},
+        "zero_optimization": {"stage": 2},
+    }
+    engine, optimizer, _, _ = zero_ext.initialize(model=model, config=config)
+    named = {id(each): name for name, each in engine.module.named_parameters()}
+    muon, adamw = optimizer.param_groups
+    assert muon["use_muon"] and not adamw["use_muon"]
+    assert {named[id(each)] for each in muon["params"]} == {
+        "wte.weight",
+        "wide.weight",
+        "tall.weight",
+        "stack",
+    }
+    for _ in range(3):
+        engine.backward(torch.stack([each.square().sum() for each in engine.module.parameters()]).sum())
+        engine.step()
+    assert engine.get_lr() == [0.03, 0.002]
+
+
 def exact(matrix: torch.Tensor) -> torch.Tensor:
     """The polynomial of Newton-Schulz in float64."""
     a, b, c = COEFFICIENTS

@@ -38,10 +38,10 @@ def test_losses_are_those_of_the_plain_trainer(world: World) -> None:
     data = Sentences(40, world.seed)
 
     def by_class(kind: Any, model: Any, folder: Any, **more: Any) -> Any:
-        given = {"lr": 0.02, "eps": 1e-6, "adamw": ADAMW, "module": model}
+        kwargs = {"lr": 0.02, "eps": 1e-6, "adamw": ADAMW, "module": model}
         return kind(
             model, arguments(folder, **ARGUMENTS), None, data,
-            optimizer_cls_and_kwargs=(zero_ext.Muon, given), **more,
+            optimizer_cls_and_kwargs=(zero_ext.Muon, kwargs), **more,
         )  # fmt: skip
 
     with shared_folder(world) as folder:

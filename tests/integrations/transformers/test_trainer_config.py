@@ -273,10 +273,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tmp_path:
     ZeroTrainer(model=model, **settings)
 
 
-@pytest.mark.parametrize("optim", ["adafactor", "adamw_torch_8bit"])
-def test_a_refused_optimizer_names_what_works_instead(tmp_path: Path, optim: str) -> None:
-    with pytest.raises(ValueError, match=r"Adafactor: it cannot run|AdamW8bit: it is not known") as refusal:
-        trained(tmp_path, optim=optim)
+def test_a_refused_optimizer_names_what_works_instead(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"AdamW8bit: it is not known") as refusal:
+        trained(tmp_path, optim="adamw_torch_8bit")
     text = str(refusal.value)
     options: list[dict[str, Any]] = [{"optim": name} for name in OptimizerNames if f"'{name.value}'" in text]
     assert len(options) == 4

@@ -270,6 +270,18 @@ def test_the_users_optimizer_and_schedule_are_used(world: World) -> None:
 
 
 @on_ranks(2)
+def test_adafactor_by_its_argument(world: World) -> None:
+    enter(world)
+    data = Sentences(40, world.seed)
+    with shared_folder(world) as folder:
+        settings = {"optim": "adafactor", "max_steps": 5, "weight_decay": 0.1}
+        plain = fitted(Trainer, llama(world.seed), folder, data, **settings)
+        trainer = fitted(ZeroTrainer, llama(world.seed), folder, data, {"stage": 3}, **settings)
+    assert largest_difference(column(trainer, "loss"), column(plain, "loss")) < 1e-6
+    assert type(trainer.optimizer.optimizer) is type(plain.optimizer.optimizer)
+
+
+@on_ranks(2)
 def test_a_deepspeed_json_with_auto_values_trains_like_its_arguments(world: World) -> None:
     enter(world)
     warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")

@@ -69,7 +69,10 @@ class FileRecord(_Record):
 
 
 class SliceRecord(_Record):
-    """A contiguous slice of one state tensor, at byte ``offset`` of a file; one checksum for each chunk."""
+    """A contiguous slice of one state tensor, at byte ``offset`` of a file; one checksum for each chunk.
+
+    With a ``shape`` it is all of a tensor with this shape, else elements of one with the parameter's shape.
+    """
 
     file: Count
     kind: Name
@@ -79,6 +82,7 @@ class SliceRecord(_Record):
     dtype: str
     offset: Count
     crc32c: list[Checksum]
+    shape: Sizes | None = None
 
 
 class Manifest(_Record):
@@ -115,7 +119,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Raises:
         ValueError: `read_manifest` would refuse it, because the named states are too large.
     """
-    fields = manifest.model_dump()
+    # Without the shape that most slices do not have.
+    fields = manifest.model_dump(exclude_defaults=True)
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False, separators=(',', ':'))}"
         for key, value in fields.items()
@@ -275,13 +280,15 @@ def check_manifest(manifest: Manifest, directory: Path) -> None:
         raise CheckpointError(f"{path}: the checkpoint is damaged or foreign. {error}") from None
 
 
-def tensor_elements(manifest: Manifest, kind: str, name: str, fix: str = _USE_ANOTHER) -> int:
-    """Return elements of a full tensor; ValueError, ending in ``fix``, for a name that no table lists."""
+def tensor_elements(manifest: Manifest, record: SliceRecord, fix: str = _USE_ANOTHER) -> int:
+    """Return elements of the full tensor of a slice; ValueError, ending in ``fix``, for a name that no table
+    lists."""
+    kind, name = record.kind, record.name
     table = manifest.buffers if kind == BUFFER else manifest.parameters
     if name not in table:
         noun = "buffer" if kind == BUFFER else "parameter"
         raise ValueError(f"{kind} of {name!r}: it is stored, but no such {noun} is listed. {fix}")
-    return math.prod(table[name].shape)
+    return math.prod(table[name].shape if record.shape is None else record.shape)
 
 
 def slices_by_tensor(manifest: Manifest) -> dict[tuple[str, str], list[SliceRecord]]:
@@ -299,7 +306,9 @@ def check_cover(manifest: Manifest, fix: str = _SAVE_ONCE) -> None:
     for kind, name in sorted(wanted - by_tensor.keys()):
         raise ValueError(f"{kind} of {name!r}: it is not stored. {fix}")
     for (kind, name), records in by_tensor.items():
-        elements, end = tensor_elements(manifest, kind, name, fix), 0
+        elements, end = tensor_elements(manifest, records[0], fix), 0
+        if len(records) > 1 and any(record.shape is not None for record in records):
+            raise ValueError(f"{kind} of {name!r}: it has a shape of its own and is stored twice. {fix}")
         for record in records:
             if record.start != end:
                 problem = "stored twice" if record.start < end else "not stored"
@@ -380,8 +389,13 @@ def _check_tables(manifest: Manifest) -> None:
 
 def _check_slice(manifest: Manifest, index: int, record: SliceRecord) -> None:
     where = f"slice {index} ({record.kind} of {record.name!r} from element {record.start})"
-    elements = tensor_elements(manifest, record.kind, record.name)
-    if record.numel == 0 or record.start + record.numel > elements:
+    elements = tensor_elements(manifest, record)
+    if record.shape is not None:
+        if record.kind in (MASTER, BUFFER):
+            raise _unexpected(where, "the shape that its table lists", f"another shape {record.shape}")
+        if (record.start, record.numel) != (0, elements):
+            raise _unexpected(where, f"all {elements} elements of shape {record.shape}", record.numel)
+    elif record.numel == 0 or record.start + record.numel > elements:
         expected = f"1 to {elements - record.start} elements, which end with its tensor of {elements}"
         raise _unexpected(where, expected, record.numel)
     if record.file >= len(manifest.files):

@@ -56,7 +56,9 @@ class TensorSlice(Protocol):
 
     ``kind``: "master" (the parameter's value, in float32 where master weights exist), "exp_avg" and so on;
     ``name``: the parameter's full name; ``start``: its first element in the parameter's memory order;
-    ``tensor``: 1-D contiguous tensor over the slice, on the CPU or a device, or its values in a store.
+    ``tensor``: 1-D contiguous tensor over the slice, on the CPU or a device, or its values in a store;
+    ``shape``: None for elements of a tensor with the parameter's shape, else this is all of a state tensor
+    with this shape, in row-major order.
     """
 
     @property
@@ -70,6 +72,9 @@ class TensorSlice(Protocol):
 
     @property
     def tensor(self) -> torch.Tensor | StoredValues: ...
+
+    @property
+    def shape(self) -> tuple[int, ...] | None: ...
 
 
 class ParameterDescription(Protocol):

@@ -50,7 +50,7 @@ _FIXED: dict[str, tuple[bool, str]] = {
 _NO_EFFECT = ("torch_adam", "foreach")
 _CLIPPED_BEFORE = (
     "gradients are clipped before Muon averages them. In stages 1 to 3 DeepSpeed clips Muon's updates "
-    "instead, of which the norm grows with the matrices. Write 0 for none"
+    "instead, and their norm grows with the matrices. Write 0 for none"
 )
 
 

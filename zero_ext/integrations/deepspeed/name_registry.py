@@ -209,6 +209,8 @@ REASONS: dict[str, str] = {
     "deepspeed.runtime.hybrid_engine*": _INFERENCE,
     "*HybridEngine*": _INFERENCE,
     "deepspeed.runtime.data_pipeline*": _DATA,
+    "*muon*": "write the optimizer type Muon in the JSON, or use zero_ext.Muon",
+    "deepspeed.set_optimizer_flags": "set the attribute use_muon of parameters",
     "deepspeed.runtime.comm*": "its collectives are part of optimizers here. Use zero_ext.OneBitAdam",
     "deepspeed.*tensor_parallel*": _TENSOR,
     "deepspeed.*model_parallel*": _TENSOR,

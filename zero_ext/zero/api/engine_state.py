@@ -14,8 +14,8 @@ import torch.distributed as dist
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import make_collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.offload import Values, asleep_error, count, subrange_of
-from zero_ext.optim import Segment
+from zero_ext.offload import Values, asleep_error, copy_of, count, subrange_of
+from zero_ext.optim import Segment, UnshardedState
 from zero_ext.optim.optimizer_registry import resumes_from
 from zero_ext.zero.construction.module_tensors import persistent_buffers
 from zero_ext.zero.construction.rank_consistency import bytes_of_all_ranks
@@ -34,6 +34,9 @@ class StateSlice(NamedTuple):
     name: str
     start: int
     tensor: Values  # [numel], where it lies on this rank
+    shape: tuple[int, ...] | None = (
+        None  # of all of a state tensor, None for elements of the parameter's shape
+    )
 
 
 class ParameterInfo(NamedTuple):
@@ -62,6 +65,14 @@ def owned_state(
                 yield kind, master, segment, values
 
 
+def unsharded_state(engine: Engine) -> Iterator[UnshardedState]:
+    """Yield this rank's optimizer state that is not sharded."""
+    if engine.asleep:
+        raise asleep_error("optimizer state")
+    stepper = engine.optimizer_step.stepper
+    yield from stepper.whole_values() if stepper is not None else ()
+
+
 class EngineState:
     """Implements the checkpoint's ``StateSource`` for one engine.
 
@@ -79,6 +90,7 @@ class EngineState:
         self.config: ZeroConfig = engine.config
         self.everyone: Collectives = engine.collectives  # of all ranks that save and load together
         self.optimizer_class = None if optimizer is None else type(optimizer).__qualname__
+        self._loaded_kinds: Mapping[str, tuple[str, ...]] = {}  # by parameter, in the checkpoint of a load
         self._undo: tuple[Callable[[], None], ...] = ()  # what a load made that has not changed anything yet
 
     @property
@@ -115,6 +127,7 @@ class EngineState:
                     state_slice._replace(start=state_slice.start + low - begin, tensor=values)
                 )
         yield from self._auxiliary_slices(saves=True)
+        yield from self._unsharded_slices(saves=True)
 
     def load_slices(self) -> Iterator[StateSlice]:
         """Yield what this rank needs filled: everything it owns. Nothing of it is under way any more.
@@ -131,6 +144,7 @@ class EngineState:
             if count(state_slice.tensor):
                 yield from self._of_full_tensors(state_slice)
         yield from self._auxiliary_slices(saves=False)
+        yield from self._unsharded_slices(saves=False)
 
     def _auxiliary_slices(self, saves: bool) -> Iterator[StateSlice]:
         """Yield the auxiliary state of the updates. Of what is the same on all ranks each saves a range."""
@@ -141,6 +155,20 @@ class EngineState:
                 auxiliary = auxiliary._replace(begin=begin, values=auxiliary.values[begin:end])
             for name, start, values in auxiliary.by_parameter(layout):
                 yield StateSlice(auxiliary.kind, name, start, values)
+
+    def _unsharded_slices(self, saves: bool) -> Iterator[StateSlice]:
+        """Yield the state that is not sharded. Of what is the same on all ranks each saves some tensors."""
+        masters = self._engine.masters
+        units = {spec.name: master.unit for master in masters for spec in master.unit.layout.specs}
+        shared = 0
+        for state in unsharded_state(self._engine):
+            collectives, values = units[state.name].collectives, state.flat()
+            shared += state.replicated
+            if saves and state.replicated and shared % collectives.world_size != collectives.rank:
+                continue
+            if saves and not isinstance(values, torch.Tensor):
+                values = copy_of(values)  # which an asynchronous save can stage
+            yield StateSlice(state.kind, state.name, 0, values, tuple(state.tensor.shape))
 
     def _of_full_tensors(self, state_slice: StateSlice) -> Iterator[StateSlice]:
         """Yield ``state_slice``, or the ranges of the full tensor that it has if it belongs to a tile."""
@@ -226,6 +254,13 @@ class EngineState:
                 f"checkpoint: expected state of {own['optimizer_class']} as this model has it, got another "
                 "form. Give the optimizer the settings that it was saved with, such as amsgrad."
             )
+        for name, entry in state["optimizer"].items():
+            stored = set(self._loaded_kinds.get(name, ())) - {"master"}
+            if isinstance(entry, dict) and entry.get("has_state") and not stored:
+                raise ValueError(
+                    f"checkpoint: expected the optimizer's state of '{name}', got none. Load another "
+                    "checkpoint, or the weights alone by load_checkpoint(..., optimizer=False)."
+                )
         # Within a group the order says nothing: all state goes by name.
         groups, saved = ([set(group["params"]) for group in each["param_groups"]] for each in (own, state))
         if groups != saved:
@@ -241,6 +276,7 @@ class EngineState:
         """Make lazily created optimizer state exist for the kinds of state a checkpoint holds."""
         step = self._engine.optimizer_step
         if step.stepper is not None:
+            self._loaded_kinds = kinds
             tiles = self._engine.full_tensors.to_tiles(kinds)
             self._undo = step.stepper.make_state(tiles), step.updates.prepare_auxiliary_state(tiles)
 

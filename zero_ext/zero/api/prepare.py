@@ -20,6 +20,7 @@ from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.offload import StatePlacement
 from zero_ext.offload import Device, TierManager
 from zero_ext.optim.optimizer_registry import (
+    declare_at_owners,
     is_one_bit,
     needs_whole_tensors,
 )
@@ -79,6 +80,7 @@ def prepare(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     wrap: bool = True,
     elementwise: bool = False,
+    whole_tensors: bool = False,
     init: Literal["broadcast", "skip"] = "broadcast",
     device: torch.device | str | None = None,
     activation_group: dist.ProcessGroup | None = None,
@@ -109,6 +111,9 @@ def prepare(
         wrap: return the model inside [`ZeroModule`][zero_ext.ZeroModule]; False returns the user's own
             object.
         elementwise: declares an unknown optimizer class to be element-wise; it is checked by trial.
+        whole_tensors: declares that `optimizer` needs full tensors and steps each by itself, as Shampoo and
+            SOAP; it is checked by trial. Its own code then runs at one rank per tensor, its owner, which also
+            keeps the tensor's state.
         init: "broadcast" copies rank 0's initial values to all ranks. "skip" skips them: parameters are zero
             until a checkpoint is loaded, and may be on the meta device.
         device: where the model trains. Default: where its parameters are, or, if they are nowhere yet (meta,
@@ -141,8 +146,8 @@ def prepare(
         >>> losses[-1] < losses[0]
         True
     """
-    settings = load_config(config)
-    plain, optimizer = without_compiler(unwrapped(model), settings), original_optimizer(optimizer)
+    settings, optimizer = load_config(config), declare_at_owners(original_optimizer(optimizer), whole_tensors)
+    plain = without_compiler(unwrapped(model), settings)
     model = unwrapped(plain.model)
     if optimizer is None:
         settings = settings.replace(offload=settings.offload.of_params_alone())
@@ -157,8 +162,7 @@ def prepare(
         )
     train_device = Device(device_of(owned, device))
     collectives, settings = _join(groups, settings, train_device, optimizer)
-    aliases = find_aliases(model, owned)
-    before = engines_before(model, owned)
+    aliases, before = find_aliases(model, owned), engines_before(model, owned)
     check_parameters(model, owned, optimizer, groups, collectives.world_size)
     own_settings = restrict_to_local_modules(model, settings, collectives.model)
     tiling = plan_tiling(model, own_settings.units.tiles)

@@ -8,7 +8,7 @@ from torch import nn
 from zero_ext.config.config_errors import show
 from zero_ext.offload import MemoryState, asleep_error
 from zero_ext.zero.api.engine_lookup import engine_of
-from zero_ext.zero.api.engine_state import owned_state
+from zero_ext.zero.api.engine_state import owned_state, unsharded_state
 from zero_ext.zero.engine import Engine
 
 
@@ -43,6 +43,7 @@ def sleep(model: nn.Module, what: str = "optimizer", tier: str = "host") -> int:
             parameters.add(memory.untyped_storage()._cdata)
     # Steppers may hold state of their own, and moments in 8 bits are no tensors there.
     values = [found for _, _, _, found in owned_state(engine) if isinstance(found, torch.Tensor)]
+    values += [state.tensor for state in unsharded_state(engine)]
     for master in engine.masters:
         values += master.state.values.values() if isinstance(master.state, MemoryState) else ()
     storages = {

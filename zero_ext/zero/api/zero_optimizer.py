@@ -12,8 +12,9 @@ from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
 from zero_ext.optim.elementwise import on_other_tensors
 from zero_ext.optim.optimizer_registry import needs_whole_tensors
-from zero_ext.zero.api.engine_state import owned_state
+from zero_ext.zero.api.engine_state import owned_state, unsharded_state
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.units.collective_errors import ranks_where
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -143,7 +144,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         by [`save_checkpoint`][zero_ext.save_checkpoint].
 
         Returns:
-            `shards` (tensors by kind, parameter and first element), `scalars`, `param_groups` and `layout`.
+            `shards` (tensors by kind, parameter and first element), `unsharded` (tensors with shapes of
+            their own, by kind and parameter), `scalars`, `param_groups` and `layout`.
         """
         stepper = self._stepper()
         self.engine.optimizer_step.wait()
@@ -154,7 +156,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group["params"] = [self.engine.names[parameter][0] for parameter in live["params"]]
         engine = self.engine
         world = {"rank": engine.rank, "world_size": engine.world_size, "stage": engine.config.stage}
-        return {"shards": shards, "scalars": stepper.scalars(), "param_groups": groups, "layout": world}
+        return {
+            "shards": shards,
+            "unsharded": {key: tensor.clone() for key, tensor in self._live_unsharded().items()},
+            "scalars": stepper.scalars(),
+            "param_groups": groups,
+            "layout": world,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the `state_dict` of the same rank, world size, stage and model; a collective.
@@ -179,23 +187,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "others. Build the param groups as when it was saved."
             )
         stepper, updates = self._stepper(), self.engine.updates
+        loaded: dict[str, torch.Tensor] = {**state_dict["shards"], **state_dict.get("unsharded", {})}
         kinds: dict[str, tuple[str, ...]] = {}
-        for key in state_dict["shards"]:
-            kind, _, rest = key.partition("/")
-            name = rest.rpartition("/")[0]
+        for key in loaded:
+            kind, name, *_ = key.split("/")
             kinds[name] = (*kinds.get(name, ()), kind)
         undo, undo_auxiliary = stepper.make_state(kinds), updates.prepare_auxiliary_state(kinds)
-        live = self._live_shards()
-        problem = _mismatch(live, state_dict["shards"])
-        if problem is not None:
+        live, unsharded = self._live_shards(), self._live_unsharded()
+        shapes = {key: tuple(tensor.shape) for key, tensor in unsharded.items()}
+        problem = _mismatch(shapes | {key: (count(values),) for key, values in live.items()}, loaded)
+        if ranks_where(self.engine.collectives, problem is not None, "loading the optimizer's state"):
             undo()
             undo_auxiliary()
+            problem = problem or "it does not fit on another rank"
             raise ValueError(f"optimizer state: {problem}. Load the state of this optimizer.")
         stepper.load_scalars(state_dict["scalars"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for key, values in live.items():
-            replace(values, state_dict["shards"][key])
+            replace(values, loaded[key])
+        for key, tensor in unsharded.items():
+            tensor.copy_(loaded[key])
         self.engine.refresh_parameters()
         updates.restore()
 
@@ -214,18 +226,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
             found += ((auxiliary.kind, *each) for each in auxiliary.by_parameter(layout))
         return {f"{kind}/{name}/{start}": values for kind, name, start, values in found}
 
+    def _live_unsharded(self) -> dict[str, torch.Tensor]:
+        """Return all state of this rank that is not sharded, by kind and parameter."""
+        return {f"{state.kind}/{state.name}": state.tensor for state in unsharded_state(self.engine)}
+
 
 def original_optimizer(optimizer: Any) -> Any:
     """Return the optimizer that :func:`zero_ext.prepare` was given for ``optimizer``, or this one itself."""
     return optimizer.optimizer if isinstance(optimizer, ZeroOptimizer) else optimizer
 
 
-def _mismatch(live: Mapping[str, Values], loaded: Mapping[str, torch.Tensor]) -> str | None:
-    """Return what keeps the tensors ``loaded`` from being loaded into ``live``; None if nothing does."""
+def _mismatch(live: Mapping[str, tuple[int, ...]], loaded: Mapping[str, torch.Tensor]) -> str | None:
+    """Return what keeps the tensors ``loaded`` from being loaded into ``live`` ones of these shapes; None if
+    nothing does."""
     if live.keys() != loaded.keys():
         missing, surplus = sorted(live.keys() - loaded.keys()), sorted(loaded.keys() - live.keys())
         return f"entries missing {missing[:3]}, entries that this optimizer lacks {surplus[:3]}"
-    for key, values in live.items():
-        if tuple(loaded[key].shape) != (count(values),):
-            return f"'{key}': expected shape {(count(values),)}, got {tuple(loaded[key].shape)}"
+    for key, shape in live.items():
+        if tuple(loaded[key].shape) != shape:
+            return f"'{key}': expected shape {shape}, got {tuple(loaded[key].shape)}"
     return None

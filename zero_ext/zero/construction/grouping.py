@@ -277,8 +277,10 @@ class _UnitPlanner:
         self._model, self._config, self._replicas = model, config, replicas
         self._blocks = find_blocks(model, config)  # checks the names also where no unit is a block
         self._optimizer = optimizer
-        groups = optimizer.param_groups if optimizer is not None else []
-        self._rules = {parameter: update_rule(group) for group in groups for parameter in group["params"]}
+        self._rules: dict[nn.Parameter, str] = {}
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                self._rules |= dict.fromkeys(group["params"], update_rule(optimizer, group))
         self._numbers: dict[nn.Module, list[int]] = defaultdict(list)  # of the parameters of a module itself
         for number, item in enumerate(owned):
             for owner in item.owners:

@@ -15,14 +15,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import show
 from zero_ext.optim.elementwise import was_stepped
+from zero_ext.optim.full_tensors.owner_trial import check_owner_steps
 from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.optim.optimizer_registry import (
     check_elementwise,
     check_groups,
     check_step_time,
+    factors_state,
     fusible,
     needs_norms,
     needs_whole_tensors,
+    steps_at_owners,
     steps_full_tensors,
     update_rule,
 )
@@ -136,11 +139,39 @@ def check_optimizer(
             f"optimizer: expected another one than {type(optimizer).__name__} with a mesh with more than one "
             "rank along 'tp', as its step needs whole parameters. Use torch.optim.AdamW, or 'tp' 1."
         )
-    if needs_whole_tensors(optimizer):
+    if factors_state(optimizer) and settings.units.tiles:
+        raise ValueError(
+            f"units.tiles: expected none with {type(optimizer).__name__}, which needs whole matrices, got "
+            f"{dict(settings.units.tiles)}. Remove the key."
+        )
+    if steps_at_owners(optimizer):
+        _check_at_owners(optimizer, elementwise, settings, groups)
+    elif needs_whole_tensors(optimizer):
         _check_full_tensors(model, optimizer, owned, tiling, settings)
-    if not fusible(optimizer):
+    elif not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
     check_one_bit_optimizer(optimizer, settings, is_partial(owned, groups))
+
+
+def _check_at_owners(
+    optimizer: torch.optim.Optimizer, elementwise: bool, settings: ZeroConfig, groups: RankGroups
+) -> None:
+    if elementwise:
+        raise ValueError(
+            "prepare: expected elementwise=True or whole_tensors=True, got both. Pass whole_tensors=True "
+            "only if the update of an element depends on others."
+        )
+    if settings.offload.optimizer == "nvme":
+        raise ValueError(
+            "offload.optimizer: expected 'device' or 'host' with whole_tensors=True, got 'nvme'. State at "
+            "the owners of tensors has shapes of its own and is kept in memory. Use 'host'."
+        )
+    if groups.tensor is not None or settings.units.tiles:
+        raise ValueError(
+            "whole_tensors: expected False with a mesh with more than one rank along 'tp' and with "
+            "units.tiles, which slice tensors, got True. Use 'tp' 1 and no tiles."
+        )
+    check_owner_steps(optimizer)
 
 
 def _check_full_tensors(
@@ -154,7 +185,7 @@ def _check_full_tensors(
     ``ValueError``."""
     name = type(optimizer).__name__
     groups = [set(group["params"]) for group in optimizer.param_groups]
-    needed = [steps_full_tensors(update_rule(group)) for group in optimizer.param_groups]
+    needed = [steps_full_tensors(update_rule(optimizer, group)) for group in optimizer.param_groups]
     full_tensors, found = FullTensorMap(model), defaultdict[str, set[int | None]](set)
     for item in owned:
         parameter: Any = item.parameter

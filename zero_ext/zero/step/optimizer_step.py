@@ -143,9 +143,12 @@ class OptimizerStep:
             self.updates = UpdatesAfterBackward(inputs)
         self.updates.flag = self._flag
 
-    def _total(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
-        stored = any_stored(self._masters, self._gradients)
-        values = raise_on_all_ranks(self._updating, own, "reading the state for a step", stored=stored)
+    def _total(self, own: Callable[[], torch.Tensor], fallible: bool = False) -> torch.Tensor:
+        stored = fallible or any_stored(self._masters, self._gradients)
+        what, advice = (
+            ("the optimizer's own code", MIXTURE) if fallible else ("reading the state for a step", "")
+        )
+        values = raise_on_all_ranks(self._updating, own, what, advice, stored=stored)
         sharded = any(master.unit.placement.optimizer for master in self._masters)
         return self._collectives.sum_(values, "norms of the optimizer") if sharded else values
 
@@ -423,7 +426,8 @@ class OptimizerStep:
             step=self.steps,
             loss=loss,
             grad_norm=None if self._launched else self.grad_norm,
-            lr=tuple(float(group["lr"]) for group in self.groups),
+            # None: the optimizer computes its own for each parameter.
+            lr=tuple(float("nan" if group["lr"] is None else group["lr"]) for group in self.groups),
             skipped=skipped,
             loss_scale=self.scaler.scale if self.scales_loss else 1.0,
             seconds=seconds,

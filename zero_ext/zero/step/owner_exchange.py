@@ -41,6 +41,7 @@ class OwnerExchange:
         tensors: Mapping[Collectives | None, Sequence[SlicedTensor]],
         cost: Callable[[ParameterSpec], int],
     ) -> None:
+        self._tensors = tensors
         self._alone = tuple(tensors.get(None, ()))
         self._shared = {
             collectives: _dealt(collectives, chosen, cost)
@@ -64,6 +65,20 @@ class OwnerExchange:
     def related(self, owned: OwnedRange) -> frozenset[OwnedRange]:
         """Return the ranges that have slices of the same tensors as ``owned``, which is one of them."""
         return self._related.get(owned, frozenset((owned,)))
+
+    def dealt_by(self, cost: Callable[[Sequence[int]], int]) -> OwnerExchange:
+        """Return an exchange of the same tensors with owners by another ``cost`` of a tensor's shape."""
+        return OwnerExchange(self._tensors, lambda spec: cost(spec.shape))
+
+    def own_tensors(self) -> dict[str, bool]:
+        """Return the tensors that this rank owns by name, and whether all other ranks own them, too."""
+        dealt = [
+            (tensor.sliced.spec.name, tensor.owner == collectives.rank)
+            for collectives, tensors in self._shared.items()
+            for tensor in tensors
+        ]
+        alone = {tensor.spec.name: True for tensor in self._alone}
+        return {name: False for name, own in dealt if own} | alone
 
     def start(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> TransformInFlight:
         """Begin to send slices to the owners; a collective, as are the calls of what it returns, which come
@@ -108,6 +123,16 @@ class TransformInFlight:
         for each in self._sent:
             each.apply(transform)
 
+    def full_tensors(self) -> dict[str, torch.Tensor]:
+        """Wait for the tensors [shape] that this rank owns, and return them by name. Nothing is sent back."""
+        found = {}
+        for tensor in self._alone:
+            own = tensor.own_slices(self._values)
+            found[tensor.spec.name] = tensor.assemble([own[0] if len(own) == 1 else torch.cat(own)])
+        for each in self._sent:
+            found |= each.full_tensors()
+        return found
+
     def finish(self) -> None:
         """Wait for the results, which replace the values. Elements of other parameters stay."""
         for each in self._sent:
@@ -143,6 +168,15 @@ class _SlicesInFlight:
 
     def apply(self, transform: Transform) -> None:
         """See :meth:`TransformInFlight.apply`."""
+        _transform(transform, self._arrived())
+        self._pending = self._exchange(self._sends, self._receives, "results from their owners")
+
+    def full_tensors(self) -> dict[str, torch.Tensor]:
+        """See :meth:`TransformInFlight.full_tensors`."""
+        return {tensor.spec.name: tensor.assemble(elements) for tensor, elements in self._arrived()}
+
+    def _arrived(self) -> list[tuple[SlicedTensor, list[torch.Tensor]]]:
+        """Wait for the tensors that this rank owns, and return each with its elements by rank."""
         self._pending.wait()
         ends = [0] * len(self._receives)
         found = []
@@ -151,8 +185,7 @@ class _SlicesInFlight:
             ends = [begin + tensor.length(source) for source, begin in enumerate(begins)]
             bounds = zip(self._receives, begins, ends, strict=True)
             found.append((tensor, [values[begin:end] for values, begin, end in bounds]))
-        _transform(transform, found)
-        self._pending = self._exchange(self._sends, self._receives, "results from their owners")
+        return found
 
     def finish(self) -> None:
         """See :meth:`TransformInFlight.finish`."""

@@ -85,7 +85,14 @@ class FlatLayout:
             first, last = max(begin, offset), min(end, offset + spec.numel)
             if first < last:
                 found.append(
-                    Segment(spec.name, first - offset, first - begin, last - first, shape=spec.shape)
+                    Segment(
+                        spec.name,
+                        first - offset,
+                        first - begin,
+                        last - first,
+                        shape=spec.shape,
+                        stride=spec.stride,
+                    )
                 )
         return found
 

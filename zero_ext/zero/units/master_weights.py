@@ -72,6 +72,7 @@ class MasterShard(OwnedRange):
                 self.owned.get(spec.name, Segment(spec.name, 0, 0, 0)),
                 group=group_of[parameter],
                 shape=shape_of(parameter, spec),
+                stride=spec.stride,
             )
             for spec, parameter in zip(self.unit.layout.specs, self.unit.parameters, strict=True)
             if parameter in group_of

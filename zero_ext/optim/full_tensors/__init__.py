@@ -1,0 +1,1 @@
+"""Optimizers that need full tensors, run at the ranks that own the tensors."""
