@@ -47,7 +47,7 @@ class PlanOptions:
     ] = None
     seq: Sequence = None
     optimizer: Annotated[
-        str, typer.Option(help="Adam, AdamW, Lamb, Lion, or Muon with AdamW for embeddings and vectors.")
+        str, typer.Option(help="Adafactor, Adam, AdamW, Lamb, Lion, or Muon with AdamW for the rest.")
     ] = DEFAULT_OPTIMIZER
     moments: Annotated[str, typer.Option(help="Dtype of moments: fp32, bf16 or 8bit.")] = "fp32"
     objective: Annotated[str, typer.Option(help="Optimize for speed or memory.")] = "speed"

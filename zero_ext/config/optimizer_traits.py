@@ -56,6 +56,11 @@ class OptimizerTraits:
     deepspeed_builders: tuple[str, ...] = ()
     deepspeed_defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def planned_moments(self) -> tuple[str, ...]:
+        """Moments without options, which plans count."""
+        return () if self.moments_with else self.moments
+
 
 _TWO = ("exp_avg", "exp_avg_sq")
 _OF_TWO_MOMENTS = frozenset({"Adam", "AdamW", "OneBitAdam", "ZeroOneAdam"})

@@ -106,6 +106,8 @@ WEIGHTS = {
     "Adam on NVMe": Case(3, {"optimizer": "nvme"}),
     "8-bit moments on NVMe": Case(3, {"optimizer": "nvme"}, moments="8bit"),
     "LAMB on NVMe": Case(3, {"optimizer": "nvme"}, make=lamb),
+    "Adafactor": Case(3, make=torch.optim.Adafactor),
+    "Adafactor on NVMe": Case(3, {"optimizer": "nvme"}, make=torch.optim.Adafactor),
     "SGD on NVMe": Case(3, {"optimizer": "nvme"}, make=sgd),
     "half on NVMe": Case(3, {"optimizer": "nvme", "ratio": 0.5}),
     "in backward": Case(3, IN_BACKWARD),

@@ -157,7 +157,7 @@ def _state_bytes(elements: int, training: Training, rule: str) -> dict[str, int]
     """Return bytes of the state of one unit of ``elements`` that ``rule`` steps, by kind."""
     state = TrainingState(
         {"bf16": elements},
-        moments=len(OPTIMIZERS[rule].moments),
+        moments=len(OPTIMIZERS[rule].planned_moments),
         moments_dtype=training.moments_dtype,
         accumulation_steps=training.accumulation_steps,
     )

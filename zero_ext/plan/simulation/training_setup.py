@@ -69,7 +69,7 @@ class Training(StateTiers):
             meanwhile (ZeRO-Infinity, section 5.1.2).
         clipping: the step waits for the global norm.
         moments_dtype: as in `precision`.
-        optimizer_type: name of an optimizer with a fused step: Adam, AdamW, Lamb, Lion or Muon.
+        optimizer_type: name of an optimizer with a fused step: Adafactor, Adam, AdamW, Lamb, Lion or Muon.
         prefetch_elements: as in `units`.
         reuse_elements: as in `units`.
         bucket_elements: as in `units`.
@@ -242,7 +242,9 @@ class Training(StateTiers):
         Returns:
             A pair for each kind.
         """
-        kinds = dict.fromkeys(kind for rule in rules or self.rules for kind in OPTIMIZERS[rule].moments)
+        kinds = dict.fromkeys(
+            kind for rule in rules or self.rules for kind in OPTIMIZERS[rule].planned_moments
+        )
         return (4, 1), *(len(kinds) * _MOMENT_FIELDS[self.moments_dtype])
 
     def state_bytes(self, rule: str) -> float:
