@@ -56,14 +56,14 @@ def measure(model: str, rounds: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {"device": [], "nvme": [], "transfers": []}
     for step in range(rounds + 1):
         tokens = batch_for(shape, 0, step)
-        taken = {
+        seconds_by_name = {
             "device": seconds_of(partial(near.step, tokens)),
             "nvme": seconds_of(partial(stored.step, tokens)),
         }
         moved = engine.tiers.transfers.last_moved
-        taken["transfers"] = seconds_of(partial(transfer_all, engine))
+        seconds_by_name["transfers"] = seconds_of(partial(transfer_all, engine))
         engine.tiers.transfers.begin_step()  # the next step is not to count them
-        for name, seconds in taken.items() if step else ():
+        for name, seconds in seconds_by_name.items() if step else ():
             found[name].append(seconds)
     read, written = moved["nvme", "host"], moved["host", "nvme"]
     stored.close()

@@ -20,7 +20,7 @@ from zero_ext.zero import engine_of
 
 STEPS = 5
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
-PLACES: list[tuple[int, dict[str, Any]]] = [
+TIERS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {}),
     (1, {"optimizer": "host"}),
@@ -113,7 +113,7 @@ def sharded(
 @on_ranks(1, 2, 3, 4)
 def test_equals_torchs_own(world: World) -> None:
     losses, parameters = plain(world)
-    for stage, offload in PLACES:
+    for stage, offload in TIERS:
         _, found, own = sharded(world, stage, offload)
         assert own == [each[world.rank] for each in losses], (stage, offload)
         for name, value in parameters.items():
@@ -123,7 +123,7 @@ def test_equals_torchs_own(world: World) -> None:
 @on_ranks(2, 3)
 def test_waves_and_batches_change_nothing(world: World) -> None:
     _, parameters = plain(world)
-    for stage, offload in PLACES:
+    for stage, offload in TIERS:
         for units in (MIXED, LARGE):
             with (
                 mock.patch.object(muon_stepper, "WAVE_ELEMENTS", 1),
@@ -248,7 +248,7 @@ def test_matrices_and_the_rest_in_one_optimizer(world: World) -> None:
     model = Mixed(world.seed)
     wanted = mixed_losses(model, [zero_ext.Muon(model.parameters(), **SETTINGS)], world)
     seen: dict[str, torch.Tensor] = {}
-    for stage, offload in PLACES:
+    for stage, offload in TIERS:
         model = Mixed(world.seed)
         with placed(offload) as section:
             config = configuration(stage, offload=section, **MIXED)

@@ -53,7 +53,7 @@ def make_muon_stepper(inputs: StepperInputs) -> Stepper:
 
 
 class _Wave:
-    """Ranges whose matrices are made whole at one time: their directions [n] in bf16 by index."""
+    """Ranges that are stepped in one exchange, and their directions [n] in bf16 by index."""
 
     def __init__(self, updates: Sequence[Update]) -> None:
         self.updates = updates
@@ -108,7 +108,7 @@ class MuonStepper(RangeStepper):
             yield from (update.index for update in wave.updates)
 
     def _waves(self, updates: Sequence[Update]) -> Iterator[_Wave]:
-        """Yield the updates in order, as many at once as have ``WAVE_ELEMENTS``, more where a tensor has
+        """Yield the updates in order, as many as have ``WAVE_ELEMENTS`` in sum, more where a tensor has
         slices in several ranges. All ranks have the same waves, as their shards are of one size."""
         indices = {self._ranges[update.index]: update.index for update in updates}
         wave: list[Update] = []
@@ -169,9 +169,9 @@ class MuonStepper(RangeStepper):
             wave.directions[update.index] = directions
             if is_stored(owned.state.tier):
                 continue
-            for part in self._staging.chunks(owned.state.tier, update.gradient, None):
-                buffer = owned.state.read(BUFFER, part.begin, part.end)
-                self._average(update.index, part.begin, part.gradient, buffer, scale, used, directions)
+            for chunk in self._staging.chunks(owned.state.tier, update.gradient, None):
+                buffer = owned.state.read(BUFFER, chunk.begin, chunk.end)
+                self._average(update.index, chunk.begin, chunk.gradient, buffer, scale, used, directions)
         with contextlib.closing(self._stored_chunks(wave, BUFFER)) as chunks:
             for chunk in chunks:
                 index, buffer = chunk.state.index, chunk.state.values[BUFFER]

@@ -141,12 +141,12 @@ class UpdatesInBackward(UpdatesAfterBackward):
         try:
             if any(self._stepper.is_collective(number) for number in range(len(self._masters))):
                 # Before the step, in which the others would wait for a rank that has failed.
-                self._on_all_ranks(lambda: self._settle(used))
+                self._on_all_ranks(lambda: self._check_updates(used))
                 self._on_all_ranks(lambda: self._update_others(scale, used))
             else:
 
                 def both() -> None:
-                    self._settle(used)
+                    self._check_updates(used)
                     self._update_others(scale, used)
 
                 self._on_all_ranks(both)
@@ -157,7 +157,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
     def _on_all_ranks(self, action: Callable[[], object]) -> None:
         raise_on_all_ranks(self._collectives, action, "the optimizer step", MIXTURE)
 
-    def _settle(self, used: frozenset[str]) -> None:
+    def _check_updates(self, used: frozenset[str]) -> None:
         """Check the updates in backward, and commit trial ones or roll them back."""
         if self._error is not None:
             raise self._error
