@@ -125,6 +125,7 @@ CASES += [
             ("lion", "bf16", {"optimizer": "host"}),
             ("lamb", "fp32", {}),
             ("muon", "fp32", {}),
+            ("muon", "bf16", {"optimizer": "host"}),
             ("sgd", "fp32", {"optimizer": "nvme"}),
         )
     ),

@@ -136,6 +136,10 @@ class StepStaging:
         device = self._of(tier).device
         return device.torch_device(shard.tier) == device.torch_device(tier)
 
+    def torch_device(self, tier: Tier) -> torch.device:
+        """Return the device that has the memory of a step in ``tier``."""
+        return self._of(tier).device.torch_device(tier)
+
     def to_tier(self, tier: Tier, *small: torch.Tensor) -> list[torch.Tensor]:
         """See :meth:`Device.to_tier`; tensors that are in such memory already are returned as they are."""
         device = self._of(tier).device

@@ -33,7 +33,7 @@ from zero_ext.optim.full_tensors.owner_stepper import OwnerStepper
 from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.one_bit import OneBitOptimizer
 from zero_ext.optim.one_bit_steppers import OneBitStepper
-from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, TensorExchange
+from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, TensorExchange, Total
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,9 @@ class MuonStepper(RangeStepper):
             self._read_and_write(landed, wave, scale, used)
             for each in landed:
                 yield from (update.index for update in each.updates)
+            # Wherever the state is, matrices are orthogonalized on the device that trains.
+            device = self._staging.torch_device("device")
+            wave.directions = {index: values.to(device) for index, values in wave.directions.items()}
             values = {self._ranges[index]: values for index, values in wave.directions.items()}
             wave.pending = self._exchange.start(values, used.intersection(self._group_of))
             flying.append(wave)
@@ -164,14 +167,15 @@ class MuonStepper(RangeStepper):
         """Average the momentum of all ranges, and write their directions."""
         for update in wave.updates:
             owned = self._ranges[update.index]
-            device = self._staging.to_tier(owned.state.tier, scale)[0].device
+            device = self._staging.torch_device(owned.state.tier)
             directions = torch.zeros(owned.state.numel, dtype=torch.bfloat16, device=device)
             wave.directions[update.index] = directions
             if is_stored(owned.state.tier):
                 continue
-            for chunk in self._staging.chunks(owned.state.tier, update.gradient, None):
-                buffer = owned.state.read(BUFFER, chunk.begin, chunk.end)
-                self._average(update.index, chunk.begin, chunk.gradient, buffer, scale, used, directions)
+            for step_chunk in self._staging.chunks(owned.state.tier, update.gradient, None):
+                begin, gradient = step_chunk.begin, step_chunk.gradient
+                buffer = owned.state.read(BUFFER, begin, step_chunk.end)
+                self._average(update.index, begin, gradient, buffer, scale, used, directions)
         with contextlib.closing(self._stored_chunks(wave, BUFFER)) as chunks:
             for chunk in chunks:
                 index, buffer = chunk.state.index, chunk.state.values[BUFFER]
@@ -184,6 +188,8 @@ class MuonStepper(RangeStepper):
         """Step the master weights by the directions that came back, and send them to the parameters."""
         if wave.pending is not None:
             wave.pending.finish()
+        for index, directions in wave.directions.items():
+            wave.directions[index] = directions.to(self._staging.torch_device(self._ranges[index].state.tier))
         for update in wave.updates:
             owned = self._ranges[update.index]
             if not is_stored(owned.state.tier):

@@ -24,6 +24,7 @@ from zero_ext.optim.optimizer_registry import (
     fusible,
     is_one_bit,
     needs_whole_tensors,
+    steps_at_owners,
     steps_full_tensors,
     streamable,
 )
@@ -120,7 +121,8 @@ class MemoryEstimate:
 
     def _add_matrices(self, held: Mapping[Tier, Counter[str]]) -> None:
         """Add what a step on full matrices works on: those of all units, in backward of one."""
-        if not needs_whole_tensors(self._subject[1]):
+        optimizer = self._subject[1]
+        if not needs_whole_tensors(optimizer) or steps_at_owners(optimizer):
             return
         shards: dict[Tier, list[int]] = {"device": [], "host": []}
         ranks, largest = 1, tuple[int, ...]((0, 0))
