@@ -59,6 +59,11 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) 
     return 2 * steps * newton_schulz_cost(shape)
 
 
+def wave_elements(shards: Sequence[int]) -> int:
+    """Return the elements of a wave of ``shards`` that are stepped together, at most."""
+    return min(sum(shards), max([WAVE_ELEMENTS, *shards]))
+
+
 def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[int]) -> int:
     """Return the bytes of memory that a step on full matrices takes on a rank while it runs, at most.
 
@@ -75,7 +80,7 @@ def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[
     if not any(shards) or not math.prod(largest):
         return 0
     rows, columns = _sides(largest)
-    wave = min(sum(shards), max(WAVE_ELEMENTS, *shards))
+    wave = wave_elements(shards)
     flying = min(sum(shards), (WAVES_IN_FLIGHT + 1) * wave)
     batch = max(min(wave, BATCH_ELEMENTS), math.prod(largest))
     elements = flying + wave + 4 * batch + 2 * batch * rows // columns

@@ -21,7 +21,6 @@ Rate = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
 _RATES_OF_A_NODE = (
     "host_bandwidth",
-    "host_matmul_flops",
     "node_to_host",
     "node_to_device",
     "nvme_read",
@@ -45,8 +44,6 @@ class Hardware(ConfigSection):
             backward.
         host_bytes: memory of a node.
         host_bandwidth: bytes of state that the processors of a node read and write in a second of an update.
-        host_matmul_flops: rate of the matrix products of a node's processors in bf16, FLOP/s. Steps on full
-            matrices (Muon) with state in host memory or on NVMe need it. The default is a guess.
         to_host: rate of one device's copies to host memory.
         to_device: rate of one device's copies from host memory.
         node_to_host: rate of the copies of all devices of a node together.
@@ -72,7 +69,6 @@ class Hardware(ConfigSection):
     unit_seconds: Seconds = 0.0
     host_bytes: Positive
     host_bandwidth: Rate
-    host_matmul_flops: Rate = 2e12
     to_host: Rate
     to_device: Rate
     node_to_host: Rate
@@ -140,7 +136,6 @@ class Hardware(ConfigSection):
         return RankRates(
             ranks=ranks,
             matmul=self.matmul_flops * self.matmul_efficiency,
-            host_matmul=self.host_matmul_flops / ranks,
             device=self.device_bandwidth,
             host=self.host_bandwidth / ranks,
             to_host=min(self.to_host, self.node_to_host / ranks),
@@ -162,7 +157,6 @@ class RankRates:
 
     ranks: int
     matmul: float
-    host_matmul: float
     device: float
     host: float
     to_host: float

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, communicator_bytes, extent_bytes
-from zero_ext.config.full_tensor_costs import full_tensor_step_bytes, newton_schulz_cost
+from zero_ext.config.full_tensor_costs import (
+    DIRECTION_BYTES,
+    full_tensor_step_bytes,
+    newton_schulz_cost,
+    wave_elements,
+)
 from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.config.tiers import CAPACITIES, Tier, is_stored
 from zero_ext.plan.simulation.hardware import Hardware
@@ -130,8 +135,10 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
         if is_stored(training.optimizer):
             found.host["optimizer"] = found.host.get("optimizer", 0) + owned * PARAMETER_BYTES
     if training.needs_full_tensors:
-        near = found.device if training.optimizer == "device" else found.host
-        near["matrices of a step"] = _matrix_bytes(model, training)
+        shards, ranks, largest = _matrices(model, training)
+        found.device["matrices of a step"] = full_tensor_step_bytes(shards, ranks, largest)
+        if training.optimizer != "device" and not hardware.device_is_host:
+            found.host["matrices of a step"] = DIRECTION_BYTES * wave_elements(shards)
     _add_activations(found, model, training)
     if not hardware.device_is_host:
         # The machine that plans is another one: its environment says nothing about NCCL there.
@@ -139,8 +146,9 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
     return found
 
 
-def _matrix_bytes(model: ModelCost, training: Training) -> int:
-    """Return bytes of what a step on full matrices works on: those of all units, in backward of one."""
+def _matrices(model: ModelCost, training: Training) -> tuple[list[int], int, tuple[int, int]]:
+    """Return what a step on full matrices works on: elements of shards, of all units or in backward of one,
+    the ranks that share a matrix, and the shape of the largest."""
     shards = [
         training.owned(elements, training.placement.optimizer)
         for elements, units in unit_elements_by_rule(model, training)[training.optimizer_type].items()
@@ -150,7 +158,7 @@ def _matrix_bytes(model: ModelCost, training: Training) -> int:
         shards = [max(shards, default=0)]
     ranks = training.world_size if training.placement.optimizer else 1
     largest = max(hidden_matrices(model), key=newton_schulz_cost, default=(0, 0))
-    return full_tensor_step_bytes(shards, ranks, largest)
+    return shards, ranks, largest
 
 
 def _state_bytes(elements: int, training: Training, rule: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from zero_ext.config.buffer_sizes import REDUCTIONS_IN_FLIGHT
+from zero_ext.config.full_tensor_costs import DIRECTION_BYTES
 from zero_ext.config.tiers import is_stored
 from zero_ext.plan.simulation.planned_units import config_of, unit_specs
 from zero_ext.plan.simulation.task_timeline import (
@@ -91,12 +92,18 @@ class OptimizerSchedule:
     def _orthogonalize(self, number: int, after: Sequence[int]) -> list[int]:
         """Send a unit's matrices to their owners and back. Each unit has its part of what all owners do."""
         share = self._units[number].parameters / sum(unit.parameters for unit in self._units)
-        where = COMPUTE if self._training.optimizer == "device" else HOST
         ready, seconds = list(after), self._costs.to_owners(share)
+        away, copied = self._training.optimizer != "device", self._owned(number) * DIRECTION_BYTES
+        if away:
+            ready = [self._add(f"directions {number}", TO_DEVICE, self._costs.to_device(copied), ready)]
         if seconds:
             ready = [self._add(f"matrices {number}", LINK, seconds, ready)]
-        ready = [self._add(f"orthogonalize {number}", where, self._costs.orthogonalize(share), ready)]
-        return [self._add(f"results {number}", LINK, seconds, ready)] if seconds else ready
+        ready = [self._add(f"orthogonalize {number}", COMPUTE, self._costs.orthogonalize(share), ready)]
+        if seconds:
+            ready = [self._add(f"results {number}", LINK, seconds, ready)]
+        if away:
+            ready = [self._add(f"orthogonal {number}", TO_HOST, self._costs.to_host(copied), ready)]
+        return ready
 
     def _in_memory(self, number: int, after: Sequence[int]) -> list[int]:
         elements, ready, training = self._owned(number), list(after), self._training

@@ -160,8 +160,7 @@ class Costs:
 
     def orthogonalize(self, share: float) -> float:
         """Return a ``share`` of the iterations on the matrices of the owner that has most to do."""
-        on_host = self.training.optimizer != "device" and not self.hardware.device_is_host
-        return share * self.matrices.flops / (self.rates.host_matmul if on_host else self.rates.matmul)
+        return share * self.matrices.flops / self.rates.matmul
 
     def to_owners(self, share: float) -> float:
         """Return a ``share`` of the way of all matrices to their owners, which is as long as the way back."""

@@ -16,7 +16,12 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import communicator_bytes
-from zero_ext.config.full_tensor_costs import full_tensor_step_bytes, newton_schulz_cost
+from zero_ext.config.full_tensor_costs import (
+    DIRECTION_BYTES,
+    full_tensor_step_bytes,
+    newton_schulz_cost,
+    wave_elements,
+)
 from zero_ext.config.tiers import CAPACITIES, TIERS, Tier, is_stored
 from zero_ext.offload import MemoryShard, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
@@ -124,19 +129,22 @@ class MemoryEstimate:
         optimizer = self._subject[1]
         if not needs_whole_tensors(optimizer) or steps_at_owners(optimizer):
             return
-        shards: dict[Tier, list[int]] = {"device": [], "host": []}
+        shards: list[int] = []
+        away: list[int] = []  # of these, with state in another tier
         ranks, largest = 1, tuple[int, ...]((0, 0))
         for plan in self.plans:
             spec = plan.spec
             if not spec.trained or not steps_full_tensors(spec.rule):
                 continue
-            shards["device" if spec.placement.optimizer_tier == "device" else "host"].append(spec.owned_numel)
+            shards.append(spec.owned_numel)
+            if spec.placement.optimizer_tier != "device" and self.device.type != "cpu":
+                away.append(spec.owned_numel)
             ranks = max(ranks, spec.world_size if spec.placement.optimizer else 1)
             largest = max([largest, *(each.spec.shape for each in plan.members)], key=newton_schulz_cost)
-        for tier, sizes in shards.items():
-            if self.config.offload.update_mode == "in_backward":
-                sizes = [max(sizes, default=0)]
-            held[tier]["matrices of a step"] += full_tensor_step_bytes(sizes, ranks, largest)
+        if self.config.offload.update_mode == "in_backward":
+            shards, away = [max(shards, default=0)], [max(away, default=0)]
+        held["device"]["matrices of a step"] += full_tensor_step_bytes(shards, ranks, largest)
+        held["host"]["matrices of a step"] += DIRECTION_BYTES * wave_elements(away)
 
     def message(self, free_bytes: int) -> str:
         """Return what is planned for the device, which had ``free_bytes`` left, and what would fit."""
