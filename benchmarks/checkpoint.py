@@ -47,6 +47,7 @@ class HeldSlice(NamedTuple):
     name: str
     start: int
     tensor: Tensor
+    shape: None = None
 
 
 class Parameter(NamedTuple):

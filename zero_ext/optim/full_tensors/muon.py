@@ -130,6 +130,9 @@ class Muon(torch.optim.Optimizer):
 
         Returns:
             What `closure` returned; None without one.
+
+        Raises:
+            RuntimeError: a gradient is sparse. Nothing was updated.
         """
         loss = None
         if closure is not None:
