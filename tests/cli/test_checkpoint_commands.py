@@ -26,7 +26,7 @@ def test_inspect_shows_the_table(saved: Path) -> None:
     assert "step-000002: step 2, saved by 1 rank" in output
     assert "embed.weight = head.weight" in output
     assert "(700, 1013)" in output
-    assert f"exp_avg: {4 * (700 * 1013 + 600 + 1 + 5):,} bytes" in output
+    assert f"exp_avg: {4 * (700 * 1013 + 600 + 1 + 5 + 11 * 3):,} bytes" in output
     assert "every byte of 1 file verified" in output
 
 

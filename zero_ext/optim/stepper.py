@@ -148,7 +148,10 @@ class PendingTransform(Protocol):
     """Tensors on their way to the ranks that have them whole, or back."""
 
     def apply(self, transform: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]) -> None:
-        """Wait for them, and begin to send what ``transform`` makes of them by name."""
+        """Wait for those of this rank, and replace them by what ``transform`` makes of them by name."""
+
+    def send_results(self) -> None:
+        """Begin to send them back; a collective."""
 
     def finish(self) -> None:
         """Wait for the results, which replace the values."""

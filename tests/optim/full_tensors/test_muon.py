@@ -173,6 +173,32 @@ def test_ranks_that_differ_in_what_is_ready(world: World, what: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("mode", ["after_backward", "in_backward"])
+def test_a_step_that_breaks_off_is_known_as_damage(world: World, mode: str) -> None:
+    model = Matrices(world.seed)
+    config = configuration(2, offload={"update_mode": mode}, **MIXED)
+    model, optimizer = zero_ext.prepare(model, make(model), config, process_group=world.group)
+    failing = mock.patch.object(muon_stepper, "newton_schulz", side_effect=torch.OutOfMemoryError("full"))
+    with failing, pytest.raises(RuntimeError, match=r"failed on ranks \["):
+        loss_of(model, world.seed, 0, world.rank).backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="damaged"):
+        optimizer.step()
+
+
+@on_ranks(3)
+def test_a_matrix_that_one_rank_freezes(world: World) -> None:
+    model = Matrices(world.seed)
+    config = configuration(2, offload={"update_mode": "in_backward"}, **LARGE)
+    model, optimizer = zero_ext.prepare(model, make(model), config, process_group=world.group)
+    model.layers[1].weight.requires_grad_(world.rank != 1)
+    loss_of(model, world.seed, 0, world.rank).backward()
+    optimizer.step()
+    found = zero_ext.full_state_dict(model, rank0_only=False)
+    assert all(torch.isfinite(value).all() for value in found.values())
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     "settings",
     [

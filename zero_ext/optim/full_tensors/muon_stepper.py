@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,6 @@ class MuonStepper(RangeStepper):
         for owned in self._ranges:
             for kind, field in moment_fields(inputs.moments_dtype, (BUFFER,)).items():
                 owned.state.add(kind, field)
-        self._stored = any(is_stored(owned.state.tier) for owned in self._ranges)
         self._group_of = {segment.name: segment.group for owned in self._ranges for segment in owned.segments}
 
     def is_collective(self, index: int) -> bool:
@@ -131,21 +130,28 @@ class MuonStepper(RangeStepper):
     def _read_and_write(
         self, landed: Sequence[_Wave], wave: _Wave, scale: torch.Tensor, used: frozenset[str]
     ) -> None:
-        def move() -> torch.Tensor:
+        def move() -> None:
             for each in landed:
                 self._descend_wave(each, used)
             self._average_wave(wave, scale, used)
-            return torch.zeros(1, dtype=torch.int64, device="cpu")
 
-        # Storage may fail on one rank alone, for which the others would wait.
-        if self._stored:
-            self._total(move)
-        else:
-            move()
+        self._on_all_ranks(move)
 
     def _orthogonalize(self, wave: _Wave) -> None:
-        if wave.pending is not None:
-            wave.pending.apply(self._orthogonal)
+        pending = wave.pending
+        if pending is not None:
+            self._on_all_ranks(lambda: pending.apply(self._orthogonal))
+            pending.send_results()
+
+    def _on_all_ranks(self, action: Callable[[], None]) -> None:
+        """Run ``action`` and raise its error on all ranks: others would wait for one that has no memory, or
+        whose storage fails, in the exchange."""
+
+        def run() -> torch.Tensor:
+            action()
+            return torch.zeros(1, dtype=torch.int64, device="cpu")
+
+        self._total(run, fallible=True)
 
     def _orthogonal(self, matrices: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the orthogonal factors of ``matrices`` by name; those of one shape and group in batches."""

@@ -121,6 +121,7 @@ class OwnerStepper(RangeStepper):
             return masters
 
         pending.apply(stepped)
+        pending.send_results()
         pending.finish()
 
     def _step_tensor(self, name: str, master: torch.Tensor, gradient: torch.Tensor, groups: Groups) -> None:

@@ -373,6 +373,9 @@ class OptimizerStep:
         except CollectiveError as error:
             self.damage = str(error)
             raise
+        except Exception:
+            self.damage = MIXTURE if self.updates.broke_off else self.damage
+            raise
 
     def _unscale(self) -> torch.Tensor:
         factor = torch.tensor(self.factor, dtype=torch.float32, device="cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from zero_ext.zero.step.update_schedule import (
     publish,
     settings_of,
 )
-from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks, ranks_where
+from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.master_weights import follow_writes
 
 _INSTEAD = "set offload.update_mode to 'after_backward'"
@@ -94,26 +95,53 @@ class UpdatesInBackward(UpdatesAfterBackward):
         ready = self._last and finite and not late and self._error is None
         ready = ready and bool(gradients.contributed) and gradients.complete
         if self._last and self._stepper.is_collective(number):
-            # Reductions end in one order on all ranks.
-            label = f"agreement on the update of {gradients.unit.name}"
-            ready = not ranks_where(self._collectives, not ready, label)
-        if ready:
+            self._update_on_all_ranks(number, gradients, ready)
+        elif ready:
             self._update(number, gradients)
 
+    @torch.no_grad()
+    def _update_on_all_ranks(self, number: int, gradients: UnitGradients, ready: bool) -> None:
+        """Update a unit if all ranks are ready to update the same parameters of it, else leave it to
+        :meth:`run`. A collective, as reductions end in one order on all ranks."""
+        update = self._prepared(number, gradients) if ready else None
+        ready = update is not None
+        flags = torch.zeros(self._collectives.world_size, dtype=torch.int64, device="cpu")
+        names = repr(sorted(gradients.contributed)).encode()
+        flags[self._collectives.rank] = 1 + zlib.crc32(names) if ready else 0
+        self._collectives.sum_(flags, f"agreement on the update of {gradients.unit.name}")
+        if update is not None and bool(flags.eq(flags[0]).all()):
+            self._make(update, gradients)
+        elif ready:
+            if self._on_trial:
+                self._stepper.rollback(number)
+            del self._early[number]
+
+    @torch.no_grad()
     def _update(self, number: int, gradients: UnitGradients) -> None:
+        self._make(self._prepared(number, gradients), gradients)
+
+    @torch.no_grad()
+    def _prepared(self, number: int, gradients: UnitGradients) -> Update | None:
+        """Return the update of a unit, None after an error, which :meth:`run` raises."""
         specs = gradients.unit.layout.specs
         # First, so that a rollback covers an update that broke off.
         self._early[number] = frozenset(specs[index].name for index in gradients.contributed)
         try:
-            with torch.no_grad():
-                gradients.finish()
-                if self._on_trial:
-                    self._stepper.snapshot(number)
-                update = Update(number, gradients.for_optimizer())
-                list(self._stepper.step([update], self._scale, self._early[number]))
-        # ``run`` raises the error on all ranks. Here the others would wait for this rank in a collective.
+            gradients.finish()
+            if self._on_trial:
+                self._stepper.snapshot(number)
+            return Update(number, gradients.for_optimizer())
         except Exception as error:
             self._error = error
+            return None
+
+    def _make(self, update: Update | None, gradients: UnitGradients) -> None:
+        if update is not None:
+            try:
+                list(self._stepper.step([update], self._scale, self._early[update.index]))
+            # ``run`` raises the error on all ranks. Here the others would wait for this rank in a collective.
+            except Exception as error:
+                self._error = error
         # Autograd then refuses values that it saved before the update.
         gradients.unit.forbid_saved(gradients.contributed)
         if not self._on_trial:

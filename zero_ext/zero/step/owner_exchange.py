@@ -109,7 +109,7 @@ class TransformInFlight:
         self._values, self._alone, self._sent = values, alone, sent
 
     def apply(self, transform: Transform) -> None:
-        """Wait for the tensors that this rank owns, and begin to send what ``transform`` makes of them.
+        """Wait for the tensors that this rank owns, and replace them by what ``transform`` makes of them.
 
         Args:
             transform: from tensors [shape] by name to others of the same names, shapes and dtype.
@@ -132,6 +132,11 @@ class TransformInFlight:
         for each in self._sent:
             found |= each.full_tensors()
         return found
+
+    def send_results(self) -> None:
+        """Begin to send the results to the ranks that have slices of the tensors."""
+        for each in self._sent:
+            each.send_results()
 
     def finish(self) -> None:
         """Wait for the results, which replace the values. Elements of other parameters stay."""
@@ -169,6 +174,9 @@ class _SlicesInFlight:
     def apply(self, transform: Transform) -> None:
         """See :meth:`TransformInFlight.apply`."""
         _transform(transform, self._arrived())
+
+    def send_results(self) -> None:
+        """See :meth:`TransformInFlight.send_results`."""
         self._pending = self._exchange(self._sends, self._receives, "results from their owners")
 
     def full_tensors(self) -> dict[str, torch.Tensor]:

@@ -60,6 +60,7 @@ class UpdateSchedule:
     in_progress = False  # parameters still have to follow updates of a step that has ended
     # ``run`` changes nothing if the scale is not finite, and the host never reads it outside the stepper.
     obeys_scale = False
+    broke_off = False  # an update failed that other ranks take part in: state is a mixture
     # Raised by the stepper for results that are not finite, lowered by rollbacks; None if nobody checks.
     flag: NonFiniteFlag | None = None
     committed_steps = 0  # steps with right trial updates
@@ -199,8 +200,13 @@ class UpdatesAfterBackward(UpdateSchedule):
         publish(publishing)
 
     def _step(self, scale: torch.Tensor, used: frozenset[str]) -> Iterator[Unit]:
-        for number in self._stepper.step(self._updates(), scale, used):
-            yield self._masters[number].unit
+        updates = self._updates()
+        try:
+            for number in self._stepper.step(updates, scale, used):
+                yield self._masters[number].unit
+        except Exception:
+            self.broke_off = any(self._stepper.is_collective(update.index) for update in updates)
+            raise
 
     def _updates(self, done: Container[int] = ()) -> list[Update]:
         return [
