@@ -120,7 +120,7 @@ def check_values(model: Any, expected: dict[str, torch.Tensor], label: object) -
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", ["Shampoo", "Rotated"])
+@pytest.mark.parametrize("name", ["Shampoo", "Rotated", "CountsInTensors"])
 def test_equals_one_process(world: World, name: str) -> None:
     kind = getattr(users, name)
     losses, twin = plain(world, kind)
@@ -176,7 +176,7 @@ RESUMED = [
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", ["Shampoo", "Rotated"])
+@pytest.mark.parametrize("name", ["Shampoo", "Rotated", "StateOfSmall"])
 def test_resumed_in_another_stage_and_tier(world: World, name: str) -> None:
     kind = getattr(users, name)
     _, twin = plain(world, kind, 6)
@@ -235,6 +235,26 @@ def test_an_error_at_one_owner_is_raised_on_all(world: World) -> None:
         optimizer.step()
 
 
+@on_ranks(2)
+def test_random_numbers_of_a_step_are_refused(world: World) -> None:
+    for stage in (0, 2):
+        model, optimizer = prepared(world, users.RandomLater, stage, {})
+        train(world, model, optimizer, 0, 4)
+        with pytest.raises(RuntimeError, match="the optimizer's own code failed on ranks") as caught:
+            train(world, model, optimizer, 4, 5)
+        assert "draws random numbers" in str(caught.value)
+
+
+def test_a_rate_of_zero_at_the_start_of_a_warm_up_is_accepted() -> None:
+    model = Tensors(0)
+    optimizer = users.Shampoo(model.parameters(), lr=0.0)
+    zero_ext.prepare(model, optimizer, {"stage": 2}, whole_tensors=True)
+    with pytest.raises(ValueError, match="depends on other tensors"):
+        model = Tensors(0)
+        optimizer = users.Coupled(model.parameters(), lr=0.0)
+        zero_ext.prepare(model, optimizer, {"stage": 2}, whole_tensors=True)
+
+
 def claim_state(fields: dict[str, Any]) -> None:
     fields["scalar_state"]["optimizer"]["idle.weight"]["has_state"] = True
 
@@ -281,6 +301,11 @@ REFUSED: dict[str, str] = {
     "LateState": "state entry 'late' appears or changes",
     "CountsInItself": "attribute 'count' depends on earlier steps",
     "LearnsItsRate": "entry of its param groups 'seen' of group '0' depends on other tensors",
+    "Wrapper": "attribute 'base' holds another optimizer",
+    "OwnList": "attribute 'lists' holds parameters",
+    "StepsNothing": "its step changes none of the tensors",
+    "TwoEntries": "state entry 'views[0]': expected memory of its own, got that of state entry 'momentum'",
+    "KeepsTheParameter": "state entry 'weights': expected memory of its own, got that of the parameter",
     "OwnMasters": "state entry 'master': expected a name",
 }
 
