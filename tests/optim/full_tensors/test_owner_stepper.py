@@ -259,6 +259,10 @@ def claim_state(fields: dict[str, Any]) -> None:
     fields["scalar_state"]["optimizer"]["idle.weight"]["has_state"] = True
 
 
+def count_state(fields: dict[str, Any]) -> None:
+    fields["scalar_state"]["optimizer"]["layers.0.bias"]["has_state"] = 1
+
+
 def rename_state(fields: dict[str, Any]) -> None:
     for record in fields["slices"]:
         if record["name"] == "layers.1.weight" and record["kind"] == "scale":
@@ -275,11 +279,15 @@ def test_checkpoints_without_a_tensors_state_change_nothing(world: World) -> Non
     stored = {each.name: each.bytes_by_kind for each in report.tensors}
     assert stored["layers.0.weight"]["basis[0]"] == 4 * 13**2 and stored["layers.0.weight"]["scale"] == 8
     assert stored["idle.weight"] == {"master": 36} and stored["scale"]["seen"] == 8
+    manifest = Path(report.path) / "manifest.json"
+    original = manifest.read_bytes()
     for change, message in (
         (claim_state, "expected the optimizer's state of 'idle.weight', got none"),
+        (count_state, "optimizer state of 'layers.0.bias': expected has_state, true or false"),
         (rename_state, "scale of 'layers.1.weight': it is not in the checkpoint"),
     ):
         if world.rank == 0:
+            manifest.write_bytes(original)
             edit_manifest(Path(report.path), change)
         model, optimizer = prepared(world, users.Rotated, 3, {})
         train(world, model, optimizer, 0, 1)

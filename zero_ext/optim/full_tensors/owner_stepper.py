@@ -28,6 +28,7 @@ from zero_ext.optim.stepper import (
     StepperInputs,
     UnshardedState,
     Update,
+    check_saved,
     send_parameters,
 )
 
@@ -177,6 +178,15 @@ class OwnerStepper(RangeStepper):
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: for every parameter whether it has state."""
         return {name: {"has_state": name in self._stepped} for name in self._segments}
+
+    def check_scalars(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        check_saved(
+            state,
+            self._segments,
+            "has_state, true or false",
+            lambda found: isinstance(found, Mapping) and isinstance(found.get("has_state"), bool),
+        )
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         """See :class:`Stepper`."""
