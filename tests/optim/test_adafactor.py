@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_ext
+from tests.checkpoint.mutations import edit_manifest
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
@@ -238,6 +240,29 @@ def test_resumed_in_another_stage_and_tier(world: World, settings: dict[str, Any
         for kind, shape in shapes.items() if parameter.dim() > 1 and parameter.numel() else ():
             assert kind == "exp_avg" or saved["unsharded"][f"{kind}/{name}"].shape == shape, (kind, name)
             assert stored[kind] >= 4 * shape.numel()
+
+
+def edit_step(value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(fields: dict[str, Any]) -> None:
+        steps = fields["scalar_state"]["optimizer"]["step"]
+        steps[min(steps)] = value
+
+    return change
+
+
+@on_ranks(1)
+def test_steps_in_checkpoints_are_checked(world: World) -> None:
+    folder = shared_folder(world)
+    model, optimizer = prepared(world, 2, {})
+    train(world, model, optimizer, 0, 1)
+    zero_ext.save_checkpoint(folder, model)
+    before = optimizer.state_dict()["scalars"]
+    for value in (-1, "x", None, 1.5, True, 1 << 62):
+        edit_manifest(Path(inspect_checkpoint(folder).path), edit_step(value))
+        with pytest.raises(ValueError, match="Nothing of the model was changed") as caught:
+            zero_ext.load_checkpoint(folder, model)
+        assert f"optimizer state of '{min(before['step'])}': expected a number of steps" in str(caught.value)
+        assert optimizer.state_dict()["scalars"] == before
 
 
 @on_ranks(3)

@@ -23,6 +23,7 @@ from zero_ext.optim.stepper import (
     StepperInputs,
     UnshardedState,
     Update,
+    check_saved_steps,
     send_chunk,
     stored_chunks,
 )
@@ -339,6 +340,10 @@ class AdafactorStepper(RangeStepper):
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the number of steps of every parameter."""
         return {"step": dict(self._steps)}
+
+    def check_scalars(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        check_saved_steps(state.get("step"), self._steps)
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         """See :class:`Stepper`."""

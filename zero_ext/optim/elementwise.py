@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import optim
 from zero_ext.config.tiers import Tier
 from zero_ext.offload import MASTER, Values
 from zero_ext.optim.fused_optimizers import FusedOptimizer
-from zero_ext.optim.stepper import RangeStepper, Segment, StepperInputs, Update, send_parameters
+from zero_ext.optim.stepper import RangeStepper, Segment, StepperInputs, Update, check_saved, send_parameters
 
 
 class ElementwiseStepper(RangeStepper):
@@ -108,6 +108,10 @@ class ElementwiseStepper(RangeStepper):
             for segment, value in self._all_segments()
         }
 
+    def check_scalars(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        check_saved_scalars(state, (segment.name for segment, _ in self._all_segments()))
+
     def load_scalars(self, state: dict[str, Any]) -> None:
         """See :class:`Stepper`."""
         for segment, value in self._all_segments():
@@ -194,6 +198,16 @@ def plain_scalars(state: Mapping[str, Any]) -> dict[str, Any]:
         },
         "zero_dim": [name for name, entry in scalars.items() if isinstance(entry, torch.Tensor)],
     }
+
+
+def check_saved_scalars(saved: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise ``ValueError`` for the first parameter without :func:`plain_scalars` in ``saved``."""
+    check_saved(
+        saved,
+        names,
+        "its scalars",
+        lambda found: isinstance(found, Mapping) and {"scalars", "zero_dim"} <= found.keys(),
+    )
 
 
 def live_scalars(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from zero_ext.config import Tier
 from zero_ext.offload import MASTER, NvmeState, Values
 from zero_ext.optim.elementwise import (
+    check_saved_scalars,
     elementwise_kinds,
     initial_state,
     live_scalars,
@@ -155,6 +156,10 @@ class ElementwiseStream(RangeStepper):
         """See :class:`Stepper`: the same form as :class:`ElementwiseStepper`'s."""
         return {name: plain_scalars(scalars) for name, scalars in self._scalars.items()}
 
+    def check_scalars(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        check_saved_scalars(state, self._scalars)
+
     def load_scalars(self, state: dict[str, Any]) -> None:
         """See :class:`Stepper`."""
         for name in self._scalars:
@@ -247,6 +252,11 @@ class MultiTierStepper:
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`."""
         return {name: entry for stepper, _ in self._steppers for name, entry in stepper.scalars().items()}
+
+    def check_scalars(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        for stepper, _ in self._steppers:
+            stepper.check_scalars(state)
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         """See :class:`Stepper`."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from zero_ext.optim.stepper import (
     Segment,
     StepperInputs,
     Update,
+    check_saved_steps,
     flag_on,
 )
 
@@ -161,6 +162,10 @@ class CountingStepper(FusedStepper):
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the number of steps of every parameter."""
         return {"step": dict(self._steps)}
+
+    def check_scalars(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        check_saved_steps(state.get("step"), self._steps)
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         """See :class:`Stepper`."""

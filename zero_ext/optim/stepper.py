@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from zero_ext import ops
+from zero_ext.config.config_errors import show
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.tiers import TIERS, Tier, is_stored
 from zero_ext.offload import (
@@ -227,6 +228,9 @@ class Stepper(Protocol):
     def scalars(self) -> dict[str, Any]:
         """JSON-able per-parameter state, equal on all ranks."""
 
+    def check_scalars(self, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError``, with the parameter's name, if `state` is not what `load_scalars` restores."""
+
     def load_scalars(self, state: dict[str, Any]) -> None:
         """Restore `scalars`."""
 
@@ -288,6 +292,9 @@ class RangeStepper:
         """See :class:`Stepper`."""
         self._ranges[index].state.rollback()
 
+    def check_scalars(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Stepper`; there are none."""
+
     def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
         """See :class:`Stepper`; the state exists from the start."""
         return lambda: None
@@ -307,6 +314,27 @@ class StoredChunk(NamedTuple):
     state: StateChunk
     gradient: torch.Tensor
     staging: StateChunkBuffers
+
+
+def check_saved(saved: Any, names: Iterable[str], wanted: str, fits: Callable[[Any], bool]) -> None:
+    """Raise ``ValueError``, with the name and what is ``wanted``, for the first parameter of ``names`` with
+    an entry in ``saved`` that is missing or does not fit."""
+    for name in names:
+        found = saved.get(name) if isinstance(saved, Mapping) else None
+        if not fits(found):
+            raise ValueError(
+                f"optimizer state of '{name}': expected {wanted}, got {show(found)}. Load another checkpoint."
+            )
+
+
+def check_saved_steps(saved: Any, names: Iterable[str]) -> None:
+    """Raise ``ValueError`` for the first parameter without a count of steps in ``saved``."""
+    check_saved(
+        saved,
+        names,
+        "a number of steps, an integer of at least 0 and below 2**62",
+        lambda found: type(found) is int and 0 <= found < 1 << 62,
+    )
 
 
 def stored_chunks(

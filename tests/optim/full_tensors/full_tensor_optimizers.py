@@ -167,6 +167,98 @@ class LearnsItsRate(Plain):
         group["seen"] = max(group.get("seen", 0.0), gradient.abs().max().item())
 
 
+class Wrapper(Plain):
+    """Steps another optimizer of the same param groups."""
+
+    def __init__(self, params: ParamsT, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.base = [{"inner": torch.optim.SGD(self.param_groups, lr=lr)}]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base[0]["inner"].step()
+
+
+class OwnList(Plain):
+    """Keeps the parameters in an object made at construction."""
+
+    def __init__(self, params: ParamsT, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.lists = {0: Tensors([each for group in self.param_groups for each in group["params"]])}
+
+
+class Tensors:
+    """A list of tensors."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tuple(tensors)
+
+
+class StepsNothing(Plain):
+    """Leaves the tensors as they are."""
+
+    def step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        self.state[parameter]["momentum"] = gradient.clone()
+
+
+class TwoEntries(Plain):
+    """Has one tensor as two entries of its state."""
+
+    def step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+            state["views"] = [state["momentum"]]
+        state["momentum"].lerp_(gradient, 0.1)
+        parameter.sub_(state["views"][0], alpha=group["lr"])
+
+
+class KeepsTheParameter(Plain):
+    """Has the parameter as an entry of its state."""
+
+    def step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        self.state[parameter]["weights"] = parameter.detach()
+        super().step_one(parameter, gradient, group)
+
+
+class CountsInTensors(Plain):
+    """Counts steps in tensors of its param groups, in a list. Scales of the rate by the count."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("counts", [torch.zeros(2)])[0].add_(1.0)
+        super().step()
+
+    def step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(gradient.sign(), alpha=group["lr"] / group["counts"][0][0].item())
+
+
+class RandomLater(Plain):
+    """Draws random numbers from its fifth step on."""
+
+    def step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state["steps"] = state.get("steps", 0) + 1
+        if state["steps"] == 5:
+            gradient = gradient + torch.randn_like(gradient)
+        super().step_one(parameter, gradient, group)
+
+
+class StateOfSmall(Plain):
+    """Has momentum for small tensors alone, as Shampoo has no factors for large ones."""
+
+    def step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        if max(parameter.shape, default=1) > 15:
+            super().step_one(parameter, gradient, group)
+            return
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        state["momentum"].lerp_(gradient, 0.1)
+        parameter.sub_(state["momentum"], alpha=group["lr"])
+
+
 class OwnMasters(Plain):
     """Has a state entry with a name that checkpoints use."""
 

@@ -120,7 +120,7 @@ def check_values(model: Any, expected: dict[str, torch.Tensor], label: object) -
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", ["Shampoo", "Rotated"])
+@pytest.mark.parametrize("name", ["Shampoo", "Rotated", "CountsInTensors"])
 def test_equals_one_process(world: World, name: str) -> None:
     kind = getattr(users, name)
     losses, twin = plain(world, kind)
@@ -176,7 +176,7 @@ RESUMED = [
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", ["Shampoo", "Rotated"])
+@pytest.mark.parametrize("name", ["Shampoo", "Rotated", "StateOfSmall"])
 def test_resumed_in_another_stage_and_tier(world: World, name: str) -> None:
     kind = getattr(users, name)
     _, twin = plain(world, kind, 6)
@@ -235,8 +235,32 @@ def test_an_error_at_one_owner_is_raised_on_all(world: World) -> None:
         optimizer.step()
 
 
+@on_ranks(2)
+def test_random_numbers_of_a_step_are_refused(world: World) -> None:
+    for stage in (0, 2):
+        model, optimizer = prepared(world, users.RandomLater, stage, {})
+        train(world, model, optimizer, 0, 4)
+        with pytest.raises(RuntimeError, match="the optimizer's own code failed on ranks") as caught:
+            train(world, model, optimizer, 4, 5)
+        assert "draws random numbers" in str(caught.value)
+
+
+def test_a_rate_of_zero_at_the_start_of_a_warm_up_is_accepted() -> None:
+    model = Tensors(0)
+    optimizer = users.Shampoo(model.parameters(), lr=0.0)
+    zero_ext.prepare(model, optimizer, {"stage": 2}, whole_tensors=True)
+    with pytest.raises(ValueError, match="depends on other tensors"):
+        model = Tensors(0)
+        optimizer = users.Coupled(model.parameters(), lr=0.0)
+        zero_ext.prepare(model, optimizer, {"stage": 2}, whole_tensors=True)
+
+
 def claim_state(fields: dict[str, Any]) -> None:
     fields["scalar_state"]["optimizer"]["idle.weight"]["has_state"] = True
+
+
+def count_state(fields: dict[str, Any]) -> None:
+    fields["scalar_state"]["optimizer"]["layers.0.bias"]["has_state"] = 1
 
 
 def rename_state(fields: dict[str, Any]) -> None:
@@ -255,11 +279,15 @@ def test_checkpoints_without_a_tensors_state_change_nothing(world: World) -> Non
     stored = {each.name: each.bytes_by_kind for each in report.tensors}
     assert stored["layers.0.weight"]["basis[0]"] == 4 * 13**2 and stored["layers.0.weight"]["scale"] == 8
     assert stored["idle.weight"] == {"master": 36} and stored["scale"]["seen"] == 8
+    manifest = Path(report.path) / "manifest.json"
+    original = manifest.read_bytes()
     for change, message in (
         (claim_state, "expected the optimizer's state of 'idle.weight', got none"),
+        (count_state, "optimizer state of 'layers.0.bias': expected has_state, true or false"),
         (rename_state, "scale of 'layers.1.weight': it is not in the checkpoint"),
     ):
         if world.rank == 0:
+            manifest.write_bytes(original)
             edit_manifest(Path(report.path), change)
         model, optimizer = prepared(world, users.Rotated, 3, {})
         train(world, model, optimizer, 0, 1)
@@ -281,6 +309,11 @@ REFUSED: dict[str, str] = {
     "LateState": "state entry 'late' appears or changes",
     "CountsInItself": "attribute 'count' depends on earlier steps",
     "LearnsItsRate": "entry of its param groups 'seen' of group '0' depends on other tensors",
+    "Wrapper": "attribute 'base' holds another optimizer",
+    "OwnList": "attribute 'lists' holds parameters",
+    "StepsNothing": "its step changes none of the tensors",
+    "TwoEntries": "state entry 'views[0]': expected memory of its own, got that of state entry 'momentum'",
+    "KeepsTheParameter": "state entry 'weights': expected memory of its own, got that of the parameter",
     "OwnMasters": "state entry 'master': expected a name",
 }
 

@@ -231,10 +231,12 @@ def test_optimizer_state_that_does_not_fit_changes_nothing(world: World, name: s
     language_steps(world, model, optimizer, [0])
     before = optimizer.state_dict()["shards"]
     first = next(iter(before))
+    fits = {"scalars": optimizer.state_dict()["scalars"]}
     for change, message in (
         ({first: None}, f"missing .*{re.escape(first)}"),
         ({"exp_avg/nowhere/0": torch.ones(1)}, "lacks .*nowhere"),
         ({first: torch.ones(1)}, f"{re.escape(first)}': expected shape"),
+        ({first: before[first].double()}, "of torch.float32, got .* of torch.float64"),
     ):
         state = optimizer.state_dict()
         shards = {key: value.fill_(7.0) for key, value in state["shards"].items()} | change
@@ -242,6 +244,57 @@ def test_optimizer_state_that_does_not_fit_changes_nothing(world: World, name: s
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(state)
         check_same(optimizer.state_dict()["shards"], before)
+    for scalars in ({}, {"step": {**fits["scalars"].get("step", {}), "norm.weight": -1}}):
+        state = optimizer.state_dict() | {"scalars": scalars}
+        state["shards"] = {key: torch.full_like(value, 7.0) for key, value in before.items()}
+        with pytest.raises(ValueError, match=r"optimizer state of '\w+.*': expected"):
+            optimizer.load_state_dict(state)
+        check_same(optimizer.state_dict()["shards"], before)
+        assert optimizer.state_dict()["scalars"] == fits["scalars"]
+
+
+@on_ranks(2)
+def test_optimizer_state_that_does_not_fit_on_one_rank_is_refused_on_all(world: World) -> None:
+    _, optimizer = prepared(world, TinyModel(layers=1), 1)
+    for change, message in (
+        ({"layout": {}}, "use zero_ext.save_checkpoint"),
+        ({"param_groups": []}, "expected the param groups"),
+        ({"shards": None}, "TypeError"),
+    ):
+        state = optimizer.state_dict() | (change if world.rank == 1 else {})
+        with pytest.raises(ValueError, match="optimizer state") as caught:
+            optimizer.load_state_dict(state)
+        wanted = message if world.rank == 1 else r"on ranks [1]"
+        assert wanted.lower() in str(caught.value).lower()
+
+
+class Slashes(nn.Module):
+    """A module with a slash in its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.add_module("in/a", nn.Linear(4, 6))
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.get_submodule("in/a")(inputs).tanh()).square().mean()
+        return found
+
+
+@pytest.mark.parametrize("kind", [optim.NAdam, optim.AdamW, optim.Adafactor])
+def test_names_of_modules_may_have_slashes(kind: Any) -> None:
+    pairs = []
+    for _ in range(2):
+        model = Slashes()
+        pairs.append(zero_ext.prepare(model, kind(model.parameters(), lr=1e-2), {"stage": 2}))
+    (model, optimizer), (_, other) = pairs
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    other.load_state_dict(saved)
+    for part in ("shards", "unsharded"):
+        check_same(other.state_dict()[part], saved[part])
 
 
 @on_ranks(1, 2)

@@ -37,11 +37,6 @@ class NamedState:
         found: dict[str, Any] = pytree.tree_unflatten(leaves, self.spec)
         return found
 
-    def _leaf(self, kind: str, of: type) -> Any:
-        if of in _NUMBERS:
-            return self.tensors[kind].item()
-        return self.tensors.get(kind)
-
     @property
     def layout(self) -> dict[str, tuple[Any, ...]]:
         """Shapes and dtypes by path, and the types of the other entries."""
@@ -56,14 +51,16 @@ class NamedState:
         return NamedState(tensors, self.kinds, self.types, self.spec)
 
 
-def named_state(state: Mapping[str, Any]) -> NamedState:
-    """Return ``state`` by path.
+def named_state(state: Mapping[str, Any], parameter: torch.Tensor) -> NamedState:
+    """Return ``state`` of ``parameter`` by path.
 
     Raises:
-        ValueError: an entry is no tensor, number or None, so that a checkpoint cannot store it.
+        ValueError: an entry is no tensor, number or None, or shares its memory with another one or with
+            the parameter, so that a checkpoint cannot store it.
     """
     leaves, spec = pytree.tree_flatten_with_path(dict(state))
     tensors: dict[str, torch.Tensor] = {}
+    shared = {parameter.untyped_storage().data_ptr(): "the parameter"}
     for path, leaf in leaves:
         kind = _path(path)
         if kind in _RESERVED or "/" in kind:
@@ -73,6 +70,13 @@ def named_state(state: Mapping[str, Any]) -> NamedState:
             )
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_complex():
             tensors[kind] = leaf.detach()
+            memory = leaf.untyped_storage().data_ptr()
+            if memory and memory in shared:
+                raise ValueError(
+                    f"state entry '{kind}': expected memory of its own, got that of "
+                    f"{shared[memory]}. Clone it."
+                )
+            shared[memory] = f"state entry '{kind}'"
         elif type(leaf) in _NUMBERS:
             tensors[kind] = torch.tensor(leaf, dtype=_NUMBERS[type(leaf)], device="cpu")
         elif leaf is not None:

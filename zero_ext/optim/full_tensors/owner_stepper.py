@@ -15,13 +15,20 @@ from zero_ext.config.tiers import Tier
 from zero_ext.offload import MASTER, Values
 from zero_ext.optim.elementwise import on_other_tensors
 from zero_ext.optim.full_tensors.nested_state import NamedState, named_state
-from zero_ext.optim.full_tensors.owner_trial import Groups, groups_after, state_layout, step_alone
+from zero_ext.optim.full_tensors.owner_trial import (
+    Groups,
+    groups_after,
+    same_values,
+    step_alone,
+    without_parameters,
+)
 from zero_ext.optim.stepper import (
     RangeStepper,
     Segment,
     StepperInputs,
     UnshardedState,
     Update,
+    check_saved,
     send_parameters,
 )
 
@@ -55,9 +62,7 @@ class OwnerStepper(RangeStepper):
             segment.name: owned.state.tier for owned in self._ranges for segment in owned.segments
         }
         self._states: dict[str, NamedState] = {}  # by parameter that this rank owns
-        # The same on all ranks: the parameters with state, and whether any of this kind has some.
-        self._stepped: set[str] = set()
-        self._makes_state: dict[tuple[int, int], bool] = {}
+        self._stepped: set[str] = set()  # the parameters with state, the same on all ranks
 
     def is_collective(self, index: int) -> bool:
         """See :class:`Stepper`."""
@@ -74,14 +79,13 @@ class OwnerStepper(RangeStepper):
 
         self._total(collect)
         mine = {name for name in used.intersection(self._segments) if math.prod(self._segments[name].shape)}
-        before = [{**group, "params": []} for group in self._groups]
+        before = without_parameters(self._groups)
         errors: list[tuple[str, Exception]] = []
         indices = [update.index for update in updates]
         for tier in sorted({self._ranges[index].state.tier for index in indices}):
             chosen = [index for index in indices if self._ranges[index].state.tier == tier]
             self._step_tensors({index: gradients[index] for index in chosen}, mine, before, errors)
-        self._finish(before, errors)
-        self._stepped |= {name for name in mine if self._has_state(self._segments[name])}
+        self._finish(before, errors, sorted(mine))
         for update in updates:
             self._send(update.index, used)
             yield update.index
@@ -128,20 +132,29 @@ class OwnerStepper(RangeStepper):
         state = self._states[name].nested() if name in self._states else {}
         # The state may keep the gradient itself, which may be a part of a larger tensor.
         state = step_alone(self._inner, groups, self._segments[name].group, master, gradient.clone(), state)
-        self._states[name] = named_state(state)
+        self._states[name] = named_state(state, master)
 
-    def _finish(self, before: Groups, errors: Sequence[tuple[str, Exception]]) -> None:
-        """Raise on all ranks what the optimizer raised on some, else change the param groups' own entries."""
+    def _finish(
+        self, before: Groups, errors: Sequence[tuple[str, Exception]], stepped: Sequence[str]
+    ) -> None:
+        """Raise on all ranks what the optimizer raised on some, else change the param groups' own entries,
+        and agree on which of the parameters ``stepped`` have state."""
 
         def agree() -> torch.Tensor:
             for name, error in errors:
                 reason = f"{type(error).__name__}: {clause_of(error)}"
                 raise RuntimeError(f"parameter '{name}': {reason}. Correct the optimizer's step.") from error
             for group, after in zip(self._groups, groups_after(self._inner, before), strict=True):
-                group.update({key: value for key, value in after.items() if key != "params"})
-            return torch.zeros(1, dtype=torch.int64, device="cpu")
+                changed = {
+                    key for key in after if key not in group or not same_values(group[key], after[key])
+                }
+                group.update({key: after[key] for key in changed - {"params"}})
+            has_state = [name in self._states and bool(self._states[name].tensors) for name in stepped]
+            return torch.tensor(has_state, dtype=torch.int64, device="cpu")
 
-        self._total(agree, fallible=True)
+        counts = self._total(agree, fallible=True).tolist()
+        found = {name for name, count in zip(stepped, counts, strict=True) if count}
+        self._stepped = self._stepped.difference(stepped) | found
 
     def _send(self, index: int, used: frozenset[str]) -> None:
         owned = self._ranges[index]
@@ -151,13 +164,6 @@ class OwnerStepper(RangeStepper):
             for segment in chosen:
                 self._flag.check(master[segment.begin : segment.end])
         send_parameters(self._staging, owned, [(segment.begin, segment.end) for segment in chosen])
-
-    def _has_state(self, segment: Segment) -> bool:
-        key = segment.group, len(segment.shape)
-        if key not in self._makes_state:
-            layout = state_layout(self._inner, self._groups, segment.group, segment.shape)
-            self._makes_state[key] = bool(layout)
-        return self._makes_state[key]
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: all state has shapes of its own."""
@@ -173,6 +179,15 @@ class OwnerStepper(RangeStepper):
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: for every parameter whether it has state."""
         return {name: {"has_state": name in self._stepped} for name in self._segments}
+
+    def check_scalars(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        check_saved(
+            state,
+            self._segments,
+            "has_state, true or false",
+            lambda found: isinstance(found, Mapping) and isinstance(found.get("has_state"), bool),
+        )
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         """See :class:`Stepper`."""
@@ -202,8 +217,8 @@ class OwnerStepper(RangeStepper):
             )
             for _ in range(2)
         )
-        groups = [{**group, "params": []} for group in self._groups]
-        return named_state(step_alone(self._inner, groups, segment.group, value, gradient, {})).copy()
+        state = step_alone(self._inner, self._groups, segment.group, value, gradient, {})
+        return named_state(state, value).copy()
 
     def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`."""

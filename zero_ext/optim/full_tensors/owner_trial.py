@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from zero_ext.optim.full_tensors.nested_state import named_state
 
 _STEPS = 3
 _COPIES = 2  # of each shape, since some optimizers stack tensors of one shape
+_RATE = 1e-3
 _LARGE = 1000.0  # gradients that a limit on the norm of all tensors would act on
 _INSTEAD = "Use torch.optim.AdamW, or zero_ext.Muon for matrices."
 Groups = Sequence[Mapping[str, Any]]
@@ -39,32 +41,41 @@ def step_alone(
         gradient: of the same shape.
         state: before the step, empty before the first.
     """
-    alone: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
+    alone = without_parameters(groups)
     alone[number]["params"] = [value]
     inner.param_groups, inner.state = alone, defaultdict(dict)
     if state:
         inner.state[value] = state
     value.grad = gradient
+    before = _random_states(value.device)
     try:
         inner.step()
     finally:
         value.grad = None
+    if not same_values(before, _random_states(value.device)):
+        raise RuntimeError("it draws random numbers, which would be others on every rank")
     return dict(inner.state[value]) if value in inner.state else {}
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the default generators of the host and of ``device``, in host memory."""
+    host = [torch.get_rng_state()]
+    return [*host, torch.cuda.get_rng_state(device)] if device.type == "cuda" else host
 
 
 def groups_after(inner: optim.Optimizer, groups: Groups) -> list[dict[str, Any]]:
     """Return the param groups after a step, found by one without parameters."""
-    inner.param_groups, inner.state = [{**group, "params": []} for group in groups], defaultdict(dict)
+    inner.param_groups, inner.state = without_parameters(groups), defaultdict(dict)
     inner.step()
     return inner.param_groups
 
 
-def state_layout(
-    optimizer: optim.Optimizer, groups: Groups, number: int, shape: Sequence[int]
-) -> dict[str, tuple[Any, ...]]:
-    """Return the layout of a small tensor's state after a step, by path."""
-    value, gradient = _stand_ins(shape, 2)
-    return named_state(step_alone(_copy(optimizer), groups, number, value, gradient, {})).layout
+def without_parameters(groups: Groups) -> list[dict[str, Any]]:
+    """Return copies of param groups, with tensors of their own and without parameters."""
+    return [
+        {"params": [], **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}}
+        for group in groups
+    ]
 
 
 def check_owner_steps(optimizer: optim.Optimizer) -> None:
@@ -90,7 +101,10 @@ class _Trial:
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
+        self._groups = without_parameters(optimizer.param_groups)
+        for group in self._groups:
+            if "lr" in group and not group["lr"]:  # as at the start of a warm-up
+                group["lr"] = _RATE
         self._numbers: list[int] = []
         self._start: list[torch.Tensor] = []
         for number, group in enumerate(optimizer.param_groups):
@@ -106,6 +120,8 @@ class _Trial:
 
     def problem(self) -> str | None:
         """Return why the optimizer cannot run at owners, None if it can."""
+        if (held := _held(self._optimizer)) is not None:
+            return held
         jointly, groups = self._jointly()
         trial, alone = _copy(self._optimizer), [value.clone() for value in self._start]
         attributes = _plain_attributes(trial)
@@ -113,6 +129,7 @@ class _Trial:
         layouts: list[list[dict[str, tuple[Any, ...]]]] = []
         settings: Groups = self._groups
         for step in range(_STEPS):
+            alone = [value.clone() for value in alone]  # as the stepper does
             for index, value in enumerate(alone):
                 gradient = self._gradients[index][step].clone()
                 states[index] = step_alone(
@@ -120,7 +137,7 @@ class _Trial:
                 )
             settings = groups_after(trial, settings)
             try:
-                found = [named_state(state) for state in states]
+                found = [named_state(*pair) for pair in zip(states, alone, strict=True)]
             except ValueError as error:
                 return clause_of(error)
             layouts.append([each.layout for each in found])
@@ -130,11 +147,17 @@ class _Trial:
             or _changed("entry of its param groups", _merged(groups), _merged(settings), "other tensors")
             or _changed("attribute", attributes, _plain_attributes(trial), "earlier steps, and is not saved")
             or _late(layouts)
+            or self._unmoved(alone)
         )
+
+    def _unmoved(self, stepped: Sequence[torch.Tensor]) -> str | None:
+        if not stepped or not all(map(torch.equal, self._start, stepped)):
+            return None
+        return "its step changes none of the tensors in its param groups, though all have gradients"
 
     def _jointly(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
         trial, values = _copy(self._optimizer), [value.clone() for value in self._start]
-        groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._groups]
+        groups = without_parameters(self._groups)
         for number, value in zip(self._numbers, values, strict=True):
             groups[number]["params"].append(value)
         trial.param_groups, trial.state = groups, defaultdict(dict)
@@ -143,6 +166,35 @@ class _Trial:
                 value.grad = gradients[step].clone()
             trial.step()
         return values, groups
+
+
+def _held(optimizer: optim.Optimizer) -> str | None:
+    """Return which attribute reaches parameters or another optimizer, which a step of other tensors in its
+    param groups would not replace; None if none does."""
+    parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    visited = {id(optimizer)}
+    for name, value in vars(optimizer).items():
+        pending = [] if name in ("param_groups", "state") else [value]
+        while pending:
+            each = pending.pop()
+            if id(each) in parameters or (isinstance(each, optim.Optimizer) and each is not optimizer):
+                what = "parameters" if id(each) in parameters else "another optimizer"
+                return f"its attribute '{name}' holds {what}, which its step may use beside its param groups"
+            if id(each) not in visited:
+                visited.add(id(each))
+                pending += _parts(each)
+    return None
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return what a container or an object holds."""
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, type | ModuleType | torch.Tensor):
+        return []
+    return list(getattr(value, "__dict__", {}).values())
 
 
 def _stand_ins(shape: Sequence[int], count: int, seed: int = 20) -> list[torch.Tensor]:
@@ -188,14 +240,19 @@ def _difference(jointly: Sequence[torch.Tensor], alone: Sequence[torch.Tensor]) 
 
 def _changed(what: str, one: Mapping[str, Any], other: Mapping[str, Any], on: str) -> str | None:
     for key in {**one, **other}:
-        if key not in one or key not in other or not _same(one[key], other[key]):
+        if key not in one or key not in other or not same_values(one[key], other[key]):
             return f"{what} '{key}' depends on {on}"
     return None
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
+def same_values(one: Any, other: Any) -> bool:
+    """Return whether two numbers, tensors, or lists, tuples and dicts of them are equal."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(one) is type(other) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_values, one, other))
     return bool(one == other)
 
 

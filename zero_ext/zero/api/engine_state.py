@@ -222,11 +222,12 @@ class EngineState:
         stepper = step.stepper
         if stepper is not None:
             self._check_optimizer(state)
+            stepper.check_scalars(scalars := engine.full_tensors.to_tiles(state["optimizer"]))
         step.scaler.load_state_dict(state["loss_scaler"])
         # From here on the load uses what ``prepare_load`` made, so nothing may remove it any more.
         self._undo = ()
         if stepper is not None:
-            stepper.load_scalars(engine.full_tensors.to_tiles(state["optimizer"]))
+            stepper.load_scalars(scalars)
             for live, group in zip(step.groups, state["param_groups"], strict=True):
                 for key, value in group["settings"].items():
                     if key not in live and state["optimizer_class"] != self.optimizer_class:

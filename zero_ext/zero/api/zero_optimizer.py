@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zero_ext.config.config_errors import clause_of
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
@@ -14,7 +15,7 @@ from zero_ext.optim.elementwise import on_other_tensors
 from zero_ext.optim.optimizer_registry import needs_whole_tensors
 from zero_ext.zero.api.engine_state import owned_state, unsharded_state
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.units.collective_errors import ranks_where
+from zero_ext.zero.units.collective_errors import DeferredError, ranks_where
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -180,33 +181,37 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ValueError: it does not fit; nothing was changed.
         """
         self.engine.finish_updates()
-        own = self.state_dict()
-        if state_dict.get("layout") != own["layout"]:
+        own, stepper, updates = self.state_dict(), self._stepper(), self.engine.updates
+        loaded: dict[str, torch.Tensor] = {}
+        live: dict[str, Values] = {}
+        unsharded: dict[str, torch.Tensor] = {}
+        undo: list[Callable[[], None]] = []
+
+        def prepare() -> None:
+            _check_layout(state_dict, own)
+            kinds = _kinds(state_dict)
+            loaded.update({**state_dict["shards"], **state_dict.get("unsharded", {})})
+            undo.append(stepper.make_state(kinds))
+            undo.append(updates.prepare_auxiliary_state(kinds))
+            live.update(self._live_shards())
+            unsharded.update(self._live_unsharded())
+            wanted = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in unsharded.items()}
+            _check_tensors(wanted | {key: ((count(each),), each.dtype) for key, each in live.items()}, loaded)
+            stepper.check_scalars(state_dict["scalars"])
+
+        refused = DeferredError()
+        refused.attempt(prepare)
+        failed = ranks_where(self.engine.collectives, bool(refused), "loading the optimizer's state")
+        if failed:
+            for each in undo:
+                each()
+            if isinstance(refused.error, ValueError):
+                raise refused.error
+            found = f"{type(refused.error).__name__}: {clause_of(refused.error)}" if refused else "others"
             raise ValueError(
-                f"optimizer state: expected that of {own['layout']}, got {state_dict.get('layout')}. "
-                "Use zero_ext.save_checkpoint and zero_ext.load_checkpoint to change ranks or stage."
-            )
-        names = [group["params"] for group in own["param_groups"]]
-        if [group["params"] for group in state_dict["param_groups"]] != names:
-            raise ValueError(
-                "optimizer state: expected the param groups and parameters of this optimizer, got "
-                "others. Build the param groups as when it was saved."
-            )
-        stepper, updates = self._stepper(), self.engine.updates
-        loaded: dict[str, torch.Tensor] = {**state_dict["shards"], **state_dict.get("unsharded", {})}
-        kinds: dict[str, tuple[str, ...]] = {}
-        for key in loaded:
-            kind, name, *_ = key.split("/")
-            kinds[name] = (*kinds.get(name, ()), kind)
-        undo, undo_auxiliary = stepper.make_state(kinds), updates.prepare_auxiliary_state(kinds)
-        live, unsharded = self._live_shards(), self._live_unsharded()
-        shapes = {key: tuple(tensor.shape) for key, tensor in unsharded.items()}
-        problem = _mismatch(shapes | {key: (count(values),) for key, values in live.items()}, loaded)
-        if ranks_where(self.engine.collectives, problem is not None, "loading the optimizer's state"):
-            undo()
-            undo_auxiliary()
-            problem = problem or "it does not fit on another rank"
-            raise ValueError(f"optimizer state: {problem}. Load the state of this optimizer.")
+                f"optimizer state: expected that of this optimizer on every rank, got {found} on ranks "
+                f"{failed}. Load what state_dict returned on each."
+            ) from refused.error
         stepper.load_scalars(state_dict["scalars"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -242,13 +247,46 @@ def original_optimizer(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, ZeroOptimizer) else optimizer
 
 
-def _mismatch(live: Mapping[str, tuple[int, ...]], loaded: Mapping[str, torch.Tensor]) -> str | None:
-    """Return what keeps the tensors ``loaded`` from being loaded into ``live`` ones of these shapes; None if
-    nothing does."""
+def _check_layout(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if the state is of other ranks, another stage or other param groups."""
+    if saved.get("layout") != own["layout"]:
+        raise ValueError(
+            f"optimizer state: expected that of {own['layout']}, got {saved.get('layout')}. "
+            "Use zero_ext.save_checkpoint and zero_ext.load_checkpoint to change ranks or stage."
+        )
+    groups, names = ([group["params"] for group in each["param_groups"]] for each in (saved, own))
+    if groups != names:
+        raise ValueError(
+            "optimizer state: expected the param groups and parameters of this optimizer, got "
+            "others. Build the param groups as when it was saved."
+        )
+
+
+def _kinds(saved: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the kinds of state of each parameter. Names of parameters may have slashes."""
+    pairs = [key.rpartition("/")[0].partition("/") for key in saved["shards"]]
+    pairs += [key.partition("/") for key in saved.get("unsharded", {})]
+    kinds: dict[str, tuple[str, ...]] = {}
+    for kind, _, name in pairs:
+        kinds[name] = (*kinds.get(name, ()), kind)
+    return kinds
+
+
+def _check_tensors(
+    live: Mapping[str, tuple[tuple[int, ...], torch.dtype]], loaded: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise ``ValueError`` without a tensor ``loaded`` of the shape and dtype of each ``live`` one."""
     if live.keys() != loaded.keys():
         missing, surplus = sorted(live.keys() - loaded.keys()), sorted(loaded.keys() - live.keys())
-        return f"entries missing {missing[:3]}, entries that this optimizer lacks {surplus[:3]}"
-    for key, shape in live.items():
-        if tuple(loaded[key].shape) != shape:
-            return f"'{key}': expected shape {shape}, got {tuple(loaded[key].shape)}"
-    return None
+        raise ValueError(
+            "optimizer state: expected the entries of this optimizer, got one with entries missing "
+            f"{missing[:3]}, entries that this optimizer lacks {surplus[:3]}. Load the state of "
+            "this optimizer."
+        )
+    for key, (shape, dtype) in live.items():
+        found = tuple(loaded[key].shape), loaded[key].dtype
+        if found != (shape, dtype):
+            raise ValueError(
+                f"optimizer state '{key}': expected shape {shape} of {dtype}, got {found[0]} of {found[1]}. "
+                "Load the state of this optimizer."
+            )
