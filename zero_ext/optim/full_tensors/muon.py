@@ -14,7 +14,9 @@ from torch.optim.optimizer import ParamsT
 from zero_ext.optim.full_tensors.muon_groups import (
     ADAMW,
     adamw_settings,
+    check_keys,
     check_matrices,
+    check_rules,
     check_settings,
     divide,
     serves,
@@ -100,6 +102,7 @@ class Muon(torch.optim.Optimizer):
         }
         check_settings(own)
         self._settings = {True: own, False: adamw_settings(adamw)}
+        self._rules: list[bool] = []  # whether Muon steps each group, as its state has to stay
         listed: list[Any] = list(params)
         groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
         super().__init__(divide(groups, module, adamw_names), {**ADAMW, **own})
@@ -113,6 +116,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: as for the class.
         """
+        check_keys(param_group)
         group = {**self._settings[serves(param_group)], **param_group}
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -120,6 +124,28 @@ class Muon(torch.optim.Optimizer):
         if group["use_muon"]:
             check_matrices(map(tensor_of, group["params"]))
         super().add_param_group(group)
+        self._rules.append(serves(group))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles of the optimizer are made of."""
+        return {**super().__getstate__(), "_settings": self._settings, "_rules": self._rules}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a copied optimizer, or the state and param groups of a loaded state dict.
+
+        Args:
+            state: of `__getstate__`, or `state` and `param_groups`, of `torch.optim.Muon` too.
+
+        Raises:
+            ValueError: a group of a state dict has another `use_muon` than the one here, or a setting that
+                is out of range. Nothing was changed.
+        """
+        settings, rules = state.get("_settings") or self._settings, state.get("_rules") or self._rules
+        for group in state["param_groups"]:
+            for key, value in {**settings[serves(group)], "use_muon": serves(group)}.items():
+                group.setdefault(key, value)
+        check_rules(state["param_groups"], rules)
+        super().__setstate__(state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -133,7 +159,10 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse. Nothing was updated.
+            ValueError: `use_muon` of a param group has changed, or a setting is out of range. Nothing was
+                updated.
         """
+        check_rules(self.param_groups, self._rules)
         loss = None
         if closure is not None:
             with torch.enable_grad():
