@@ -57,6 +57,20 @@ class WithHead(nn.Module):
         self.last = nn.Linear(4, 4)
 
 
+class Unsuited(nn.Module):
+    """Filters in one, two and three dimensions, single rows and columns, and a stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 4, 3))
+        self.volume = nn.ConvTranspose3d(2, 4, 2)
+        self.image = nn.Conv2d(1, 4, 2)
+        self.mix = nn.Conv2d(1, 4, 1)
+        self.score = nn.Linear(4, 1)
+        self.token = nn.Parameter(torch.ones(1, 1, 4))
+        self.experts = nn.Parameter(torch.ones(3, 4, 2))
+
+
 def marked() -> nn.Module:
     model = Vocabulary()
     model.wte.weight.use_muon = True  # type: ignore[attr-defined]
@@ -76,6 +90,8 @@ EMBEDDED = {"wte.weight", "positions.weight"}
         (Vocabulary(outputs=5), None, HIDDEN | {"lm_head.weight"}),
         (WithHead(), None, {"last.weight"}),
         (nn.Linear(3, 2), None, {"weight"}),
+        (Unsuited(), None, {"image.weight", "experts"}),
+        (Unsuited(), ["experts"], {"image.weight"}),
         (Vocabulary(), ["embed", "lm_head"], HIDDEN | EMBEDDED),
         (Vocabulary(), ["hidd"], {"mixer.weight", "lm_head.weight"} | EMBEDDED),
         (marked(), None, {"wte.weight", "mixer.weight"}),

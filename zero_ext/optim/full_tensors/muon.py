@@ -36,10 +36,11 @@ class Muon(torch.optim.Optimizer):
 
     - `use_muon` of a param group;
     - the attribute `use_muon` of a parameter;
-    - otherwise those of two dimensions or more, except for what Muon does not suit: with `module` the weights
-      of its embeddings (`nn.Embedding`, `nn.EmbeddingBag`) and of its output layer over the vocabulary, which
-      is what `get_output_embeddings` of Hugging Face's models returns, or the last `nn.Linear` if it has as
-      many outputs as an embedding has rows.
+    - otherwise those of two dimensions or more, except for what Muon does not suit: matrices of one row or
+      column; with `module` the filters of its convolutions in one or three dimensions, the weights of its
+      embeddings (`nn.Embedding`, `nn.EmbeddingBag`) and of its output layer over the vocabulary, which is
+      what `get_output_embeddings` of Hugging Face's models returns, or the last `nn.Linear` if it has as many
+      outputs as an embedding has rows.
 
     State is `momentum_buffer`, or AdamW's `exp_avg`, `exp_avg_sq` and `step`.
 
@@ -58,7 +59,8 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: "original" (also None) multiplies `lr` by max(1, rows / columns)^½, "match_rms_adamw"
             by 0.2 max(rows, columns)^½.
         adamw: settings of `torch.optim.AdamW` for the other parameters: lr, betas, eps, weight_decay.
-        module: the model. Pass it so that AdamW steps its embeddings and its output layer.
+        module: the model. Pass it so that AdamW steps its embeddings, its output layer and its
+            convolutions in one or three dimensions.
         adamw_names: parts of names of parameters in `module`, in upper or lower case. AdamW steps the
             parameters with such a part in their names, instead of the embeddings and the output layer.
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from zero_ext.config.base_section import is_number
 from zero_ext.config.config_errors import show
+from zero_ext.config.full_tensor_costs import matrix_sides
 
 ADAMW: dict[str, Any] = {
     "lr": 1e-3,
@@ -157,7 +158,9 @@ def divide(
         chosen: dict[bool, list[Any]] = {True: [], False: []}
         for each in params:
             parameter = tensor_of(each)
-            suits = parameter.dim() >= 2 and parameter.numel() > 0 and id(parameter) not in left_out
+            # A matrix with one row or column has one singular value: to orthogonalize it is to scale it.
+            suits = parameter.dim() >= 2 and parameter.numel() > 0 and matrix_sides(parameter.shape)[0] > 1
+            suits = suits and id(parameter) not in left_out
             chosen[bool(getattr(parameter, "use_muon", suits))].append(each)
         divided += [{**group, "params": own, "use_muon": rule} for rule, own in chosen.items() if own]
     return divided
@@ -171,10 +174,17 @@ def _left_to_adamw(module: nn.Module | None, names: Sequence[str] | None) -> lis
         )
     if module is None:
         return []
+    # Filters in one or three dimensions have the shape of a stack of matrices, which they are not.
+    filters = [
+        each
+        for layer in module.modules()
+        if isinstance(layer, nn.Conv1d | nn.ConvTranspose1d | nn.Conv3d | nn.ConvTranspose3d)
+        for each in layer.parameters()
+    ]
     if names is not None:
         named = module.named_parameters()
-        return [each for name, each in named if any(text.lower() in name.lower() for text in names)]
-    return [each for layer in _embeddings_and_outputs(module) for each in layer.parameters()]
+        return filters + [each for name, each in named if any(text.lower() in name.lower() for text in names)]
+    return filters + [each for layer in _embeddings_and_outputs(module) for each in layer.parameters()]
 
 
 def _embeddings_and_outputs(module: nn.Module) -> list[nn.Module]:
