@@ -78,6 +78,23 @@ def test_state_of_the_optimizer_that_is_named() -> None:
     assert "1-bit Adam" not in run("plan", "llama-7b", *ISSUE, *MUON, "--gpus", "16", "--all")
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "section"),
+    [
+        ("adafactor", "Adafactor for all parameters.", {"type": "Adafactor"}),
+        ("muon", "Muon for hidden matrices, AdamW for the rest.", {"type": "Muon"}),
+        ("adamw", None, None),
+    ],
+)
+def test_an_optimizer_other_than_adamw_is_named_and_written(
+    name: str, line: str | None, section: dict[str, str] | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    text = run("plan", "llama-7b", *ISSUE, "--optimizer", name, "--write", str(path))
+    assert line in text if line else "for all parameters" not in text
+    assert json.loads(path.read_text()).get("optimizer") == section
+
+
 def test_nvme_folders_get_into_the_configuration(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     where = ("--machine", "dgx2-v100", "--gpus", "16", "--write", str(config))

@@ -19,7 +19,7 @@ from zero_ext.plan.plan_entry import DEFAULT_NVME_PATH, KINDS, PlanEntry, config
 from zero_ext.plan.planner import Plan, why_nothing_fits
 from zero_ext.plan.rank_placement import RankPlacement
 from zero_ext.plan.simulation.run_memory import Shortfall
-from zero_ext.plan.simulation.training_setup import Training
+from zero_ext.plan.simulation.training_setup import DEFAULT_OPTIMIZER, Training
 
 if TYPE_CHECKING:
     from zero_ext.plan.layout import FoundLayout, LayoutRequest, ParallelLayout
@@ -63,7 +63,9 @@ def assumptions(plan: Plan) -> list[str]:
     model, machine = plan.model, plan.hardware
     nvme = short_bytes(machine.nvme_bytes) if machine.nvme_bytes > 1 else "no"
     rules = plan.entries[0].training.rules
-    optimizer = [f"{rules[0]} for hidden matrices, {rules[1]} for the rest."] if len(rules) > 1 else []
+    parts = (" for hidden matrices", " for the rest") if len(rules) > 1 else (" for all parameters",)
+    named = ", ".join(f"{rule}{part}" for rule, part in zip(rules, parts, strict=True))
+    optimizer = [] if rules == (DEFAULT_OPTIMIZER,) else [f"{named}."]
     return [
         f"{model.name}: {model.parameters:,} parameters ({model.source}), "
         f"{model.shape.sequence:,} tokens per sample, {counted(plan.batch.samples, 'sample')} per step.",

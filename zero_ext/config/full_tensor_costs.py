@@ -45,7 +45,7 @@ def newton_schulz_cost(shape: Sequence[int]) -> int:
         shape: of the matrix. Of four dimensions it is that of filters, which are rows of one matrix. Of other
             numbers the last two are those of a matrix.
     """
-    rows, columns = _sides(shape)
+    rows, columns = matrix_sides(shape)
     return rows * (2 * columns + rows) * math.prod(shape) // max(columns, 1)
 
 
@@ -79,7 +79,7 @@ def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[
     """
     if not any(shards) or not math.prod(largest):
         return 0
-    rows, columns = _sides(largest)
+    rows, columns = matrix_sides(largest)
     wave = wave_elements(shards)
     flying = min(sum(shards), (WAVES_IN_FLIGHT + 1) * wave)
     batch = max(min(wave, BATCH_ELEMENTS), math.prod(largest))
@@ -89,6 +89,6 @@ def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[
     return DIRECTION_BYTES * elements
 
 
-def _sides(shape: Sequence[int]) -> list[int]:
+def matrix_sides(shape: Sequence[int]) -> list[int]:
     """Return the sides of a matrix, or of each of a stack, the shorter one first."""
     return sorted((shape[0], math.prod(shape[1:])) if len(shape) == 4 else shape[-2:])

@@ -13,7 +13,7 @@ from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, excess, fits, memory_needs
 from zero_ext.plan.simulation.simulate import StepEstimate, estimate_step
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, StateTiers, Training
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, DEFAULT_OPTIMIZER, StateTiers, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost
 
 
@@ -227,7 +227,7 @@ def config_of(
     tiles: bool = True,
 ) -> ZeroConfig:
     """Return the configuration of ``training``: stage, precision, batch sizes, tiers, ``tiles`` of large
-    layers, and the limit under which large blocks are gathered ahead.
+    layers, the limit under which large blocks are gathered ahead, and an optimizer other than AdamW.
 
     Where activations have to be recomputed, the model has to do it: no key of a configuration says so.
     """
@@ -239,6 +239,8 @@ def config_of(
         units["tiles"] = {"Linear": model.shape.matrix_tiles}
     if training.max_live_elements != UnitConfig().max_live_elements:
         units["max_live_elements"] = training.max_live_elements
+    chosen = training.optimizer_type
+    optimizer = {} if chosen == DEFAULT_OPTIMIZER else {"optimizer": {"type": chosen}}
     return ZeroConfig.from_mapping(
         {
             "stage": training.stage,
@@ -251,5 +253,6 @@ def config_of(
             "gradient_clipping": 1.0,
             "offload": offload,
             "units": units,
+            **optimizer,
         }
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,6 +57,20 @@ class WithHead(nn.Module):
         self.last = nn.Linear(4, 4)
 
 
+class Unsuited(nn.Module):
+    """Filters in one, two and three dimensions, single rows and columns, and a stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 4, 3))
+        self.volume = nn.ConvTranspose3d(2, 4, 2)
+        self.image = nn.Conv2d(1, 4, 2)
+        self.mix = nn.Conv2d(1, 4, 1)
+        self.score = nn.Linear(4, 1)
+        self.token = nn.Parameter(torch.ones(1, 1, 4))
+        self.experts = nn.Parameter(torch.ones(3, 4, 2))
+
+
 def marked() -> nn.Module:
     model = Vocabulary()
     model.wte.weight.use_muon = True  # type: ignore[attr-defined]
@@ -73,6 +90,8 @@ EMBEDDED = {"wte.weight", "positions.weight"}
         (Vocabulary(outputs=5), None, HIDDEN | {"lm_head.weight"}),
         (WithHead(), None, {"last.weight"}),
         (nn.Linear(3, 2), None, {"weight"}),
+        (Unsuited(), None, {"image.weight", "experts"}),
+        (Unsuited(), ["experts"], {"image.weight"}),
         (Vocabulary(), ["embed", "lm_head"], HIDDEN | EMBEDDED),
         (Vocabulary(), ["hidd"], {"mixer.weight", "lm_head.weight"} | EMBEDDED),
         (marked(), None, {"wte.weight", "mixer.weight"}),
@@ -114,6 +133,7 @@ def test_all_settings_come_from_a_configuration() -> None:
 MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"lr": -1}, "lr", "at least 0"),
     ({"momentum": -0.1}, "momentum", "at least 0"),
+    ({"momentum": 1.0}, "momentum", "below 1"),
     ({"weight_decay": "x"}, "weight_decay", "finite number"),
     ({"eps": -1e-7}, "eps", "at least 0"),
     ({"nesterov": 1}, "nesterov", "true or false"),
@@ -160,6 +180,86 @@ def test_bad_settings(params: dict[str, Any], key: str, words: str) -> None:
 def test_bad_values_that_no_configuration_holds(setting: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         zero_ext.Muon([nn.Parameter(torch.ones(1))], **setting)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("maximize", True, "expected False, got True"),
+        ("decoupled_weight_decay", False, "expected True, got False"),
+        ("amsgrad", True, "got another key"),
+        ("lrr", 0.1, "got another key"),
+    ],
+)
+def test_keys_of_a_group_that_no_step_reads(key: str, value: object, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: .*{words}"):
+        zero_ext.Muon([{"params": nn.Linear(3, 3).parameters(), key: value}])
+
+
+# What is changed in a group after construction, the group, and the error.
+CHANGES: list[tuple[int, dict[str, Any], str]] = [
+    (0, {"use_muon": False}, r"param_groups\[0\]\.use_muon: expected True as at construction"),
+    (1, {"use_muon": True}, r"param_groups\[1\]\.use_muon: expected False as at construction"),
+    (0, {"momentum": 2.0}, r"param_groups\[0\]\.momentum: expected a number below 1"),
+    (0, {"adjust_lr_fn": "rms"}, r"param_groups\[0\]\.adjust_lr_fn: expected 'original'"),
+    (0, {"maximize": True}, r"param_groups\[0\]\.maximize: expected False"),
+]
+
+
+@pytest.mark.parametrize(("index", "change", "words"), CHANGES)
+def test_changed_groups_are_refused_by_the_next_step(index: int, change: dict[str, Any], words: str) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = zero_ext.Muon(model.parameters())
+    before = [each.clone() for each in model.parameters()]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.param_groups[index].update(change)
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    assert not optimizer.state and all(map(torch.equal, before, model.parameters()))
+
+
+@on_ranks(2)
+def test_changed_groups_are_refused_by_the_next_sharded_step(world: World) -> None:
+    for index, change, words in CHANGES:
+        model, optimizer = zero_ext.prepare(
+            module := nn.Linear(3, 3), zero_ext.Muon(module.parameters()), {}, process_group=world.group
+        )
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.param_groups[index].update(change)
+        with pytest.raises(ValueError, match=words):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_copies_have_the_settings_of_both_rules(copied: Callable[[zero_ext.Muon], zero_ext.Muon]) -> None:
+    model = nn.Linear(3, 3)
+    made = copied(zero_ext.Muon(model.parameters(), lr=0.3, adamw={"lr": 0.2}))
+    for rule in (True, False):
+        made.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": rule})
+    assert [group["lr"] for group in made.param_groups] == [0.3, 0.2, 0.3, 0.2]
+    made.step()
+
+
+def test_state_of_torch_muon_goes_on() -> None:
+    torch.manual_seed(5)
+    model, inputs = nn.Linear(4, 6, bias=False), torch.randn(3, 4)
+    theirs = torch.optim.Muon(model.parameters(), lr=0.02)
+
+    def train(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        module(inputs).square().sum().backward()
+        optimizer.step()
+
+    train(model, theirs)
+    other = copy.deepcopy(model)
+    made = zero_ext.Muon(other.parameters())
+    made.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    train(model, theirs)
+    train(other, made)
+    assert torch.equal(model.weight, other.weight)
+    adamw = zero_ext.Muon([{"params": other.parameters(), "use_muon": False}])
+    with pytest.raises(ValueError, match=r"use_muon: expected False as at construction, got True"):
+        adamw.load_state_dict(theirs.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from torch.optim.optimizer import ParamsT
 from zero_ext.optim.full_tensors.muon_groups import (
     ADAMW,
     adamw_settings,
+    check_keys,
     check_matrices,
+    check_rules,
     check_settings,
     divide,
     serves,
@@ -34,10 +36,11 @@ class Muon(torch.optim.Optimizer):
 
     - `use_muon` of a param group;
     - the attribute `use_muon` of a parameter;
-    - otherwise those of two dimensions or more, except for what Muon does not suit: with `module` the weights
-      of its embeddings (`nn.Embedding`, `nn.EmbeddingBag`) and of its output layer over the vocabulary, which
-      is what `get_output_embeddings` of Hugging Face's models returns, or the last `nn.Linear` if it has as
-      many outputs as an embedding has rows.
+    - otherwise those of two dimensions or more, except for what Muon does not suit: matrices of one row or
+      column; with `module` the filters of its convolutions in one or three dimensions, the weights of its
+      embeddings (`nn.Embedding`, `nn.EmbeddingBag`) and of its output layer over the vocabulary, which is
+      what `get_output_embeddings` of Hugging Face's models returns, or the last `nn.Linear` if it has as many
+      outputs as an embedding has rows.
 
     State is `momentum_buffer`, or AdamW's `exp_avg`, `exp_avg_sq` and `step`.
 
@@ -56,7 +59,8 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: "original" (also None) multiplies `lr` by max(1, rows / columns)^½, "match_rms_adamw"
             by 0.2 max(rows, columns)^½.
         adamw: settings of `torch.optim.AdamW` for the other parameters: lr, betas, eps, weight_decay.
-        module: the model. Pass it so that AdamW steps its embeddings and its output layer.
+        module: the model. Pass it so that AdamW steps its embeddings, its output layer and its
+            convolutions in one or three dimensions.
         adamw_names: parts of names of parameters in `module`, in upper or lower case. AdamW steps the
             parameters with such a part in their names, instead of the embeddings and the output layer.
 
@@ -100,6 +104,7 @@ class Muon(torch.optim.Optimizer):
         }
         check_settings(own)
         self._settings = {True: own, False: adamw_settings(adamw)}
+        self._rules: list[bool] = []  # whether Muon steps each group, as its state has to stay
         listed: list[Any] = list(params)
         groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
         super().__init__(divide(groups, module, adamw_names), {**ADAMW, **own})
@@ -113,6 +118,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: as for the class.
         """
+        check_keys(param_group)
         group = {**self._settings[serves(param_group)], **param_group}
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -120,6 +126,28 @@ class Muon(torch.optim.Optimizer):
         if group["use_muon"]:
             check_matrices(map(tensor_of, group["params"]))
         super().add_param_group(group)
+        self._rules.append(serves(group))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles of the optimizer are made of."""
+        return {**super().__getstate__(), "_settings": self._settings, "_rules": self._rules}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a copied optimizer, or the state and param groups of a loaded state dict.
+
+        Args:
+            state: of `__getstate__`, or `state` and `param_groups`, of `torch.optim.Muon` too.
+
+        Raises:
+            ValueError: a group of a state dict has another `use_muon` than the one here, or a setting that
+                is out of range. Nothing was changed.
+        """
+        settings, rules = state.get("_settings") or self._settings, state.get("_rules") or self._rules
+        for group in state["param_groups"]:
+            for key, value in {**settings[serves(group)], "use_muon": serves(group)}.items():
+                group.setdefault(key, value)
+        check_rules(state["param_groups"], rules)
+        super().__setstate__(state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -133,7 +161,10 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse. Nothing was updated.
+            ValueError: `use_muon` of a param group has changed, or a setting is out of range. Nothing was
+                updated.
         """
+        check_rules(self.param_groups, self._rules)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -11,6 +11,7 @@ from torch import nn
 
 from zero_ext.config.base_section import is_number
 from zero_ext.config.config_errors import show
+from zero_ext.config.full_tensor_costs import matrix_sides
 
 ADAMW: dict[str, Any] = {
     "lr": 1e-3,
@@ -22,6 +23,11 @@ ADAMW: dict[str, Any] = {
 }
 _OWN_KEYS = ("lr", "betas", "eps", "weight_decay")
 _RATES = (None, "original", "match_rms_adamw")
+_MUON_KEYS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+# Of torch's schedulers, which write them into groups, and a name that is for the user only.
+_SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+_OTHER_KEYS = ("params", "param_names", "use_muon", "name", *_SCHEDULED)
+_FIXED = {"maximize": False, "decoupled_weight_decay": True}
 
 
 def serves(group: Mapping[str, Any]) -> bool:
@@ -51,9 +57,36 @@ def adamw_settings(adamw: Mapping[str, Any] | None) -> dict[str, Any]:
     return group
 
 
+def check_keys(group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a key of a param group that ``zero_ext.Muon`` does not have."""
+    for key in group:
+        if key not in ADAMW and key not in _MUON_KEYS and key not in _OTHER_KEYS:
+            known = ", ".join([*_OWN_KEYS, *_MUON_KEYS, "use_muon"])
+            raise ValueError(f"{key}: expected one of {known} in a param group, got another key. Remove it.")
+
+
+def check_rules(groups: Sequence[Mapping[str, Any]], rules: Sequence[bool]) -> None:
+    """Raise ``ValueError`` for a param group whose ``use_muon`` or settings cannot be stepped.
+
+    Args:
+        groups: param groups.
+        rules: whether Muon steps the parameters of each, as it was when the state was made.
+    """
+    for index, (group, rule) in enumerate(zip(groups, rules, strict=False)):
+        if serves(group) != rule:
+            raise ValueError(
+                f"param_groups[{index}].use_muon: expected {rule} as at construction, got {not rule}. Make a "
+                "new optimizer to change it, as state of Muon and of AdamW differs."
+            )
+        check_settings(group, f"param_groups[{index}].")
+
+
 def check_settings(group: Mapping[str, Any], prefix: str = "") -> None:
     """Raise ``ValueError``, with ``prefix`` before the setting's name, for one that is out of range."""
     muon = serves(group)
+    for name, fixed in _FIXED.items():
+        if group.get(name, fixed) is not fixed:
+            raise ValueError(f"{prefix}{name}: expected {fixed}, got {show(group[name])}. Remove the key.")
     for name in ("lr", "weight_decay", "eps", *(("momentum",) if muon else ())):
         value = group[name]
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -63,6 +96,10 @@ def check_settings(group: Mapping[str, Any], prefix: str = "") -> None:
                 f"{prefix}{name}: expected a finite number of at least 0, got {show(value)}. Pass such a "
                 "number."
             )
+    if muon and group["momentum"] >= 1:
+        raise ValueError(
+            f"{prefix}momentum: expected a number below 1, got {show(group['momentum'])}. Pass such a number."
+        )
     name, count, top = ("ns_coefficients", 3, math.inf) if muon else ("betas", 2, 1.0)
     values = group[name]
     fits = isinstance(values, list | tuple) and len(values) == count and all(map(is_number, values))
@@ -74,11 +111,11 @@ def check_settings(group: Mapping[str, Any], prefix: str = "") -> None:
     steps = group["ns_steps"]
     if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
         raise ValueError(
-            f"ns_steps: expected an integer from 0 to 99, got {show(steps)}. Pass such a number."
+            f"{prefix}ns_steps: expected an integer from 0 to 99, got {show(steps)}. Pass such a number."
         )
     if group["adjust_lr_fn"] not in _RATES:
         raise ValueError(
-            "adjust_lr_fn: expected 'original' or 'match_rms_adamw', got "
+            f"{prefix}adjust_lr_fn: expected 'original' or 'match_rms_adamw', got "
             f"{show(group['adjust_lr_fn'])}. Pass one of them."
         )
 
@@ -121,7 +158,9 @@ def divide(
         chosen: dict[bool, list[Any]] = {True: [], False: []}
         for each in params:
             parameter = tensor_of(each)
-            suits = parameter.dim() >= 2 and parameter.numel() > 0 and id(parameter) not in left_out
+            # A matrix with one row or column has one singular value: to orthogonalize it is to scale it.
+            suits = parameter.dim() >= 2 and parameter.numel() > 0 and matrix_sides(parameter.shape)[0] > 1
+            suits = suits and id(parameter) not in left_out
             chosen[bool(getattr(parameter, "use_muon", suits))].append(each)
         divided += [{**group, "params": own, "use_muon": rule} for rule, own in chosen.items() if own]
     return divided
@@ -135,10 +174,17 @@ def _left_to_adamw(module: nn.Module | None, names: Sequence[str] | None) -> lis
         )
     if module is None:
         return []
+    # Filters in one or three dimensions have the shape of a stack of matrices, which they are not.
+    filters = [
+        each
+        for layer in module.modules()
+        if isinstance(layer, nn.Conv1d | nn.ConvTranspose1d | nn.Conv3d | nn.ConvTranspose3d)
+        for each in layer.parameters()
+    ]
     if names is not None:
         named = module.named_parameters()
-        return [each for name, each in named if any(text.lower() in name.lower() for text in names)]
-    return [each for layer in _embeddings_and_outputs(module) for each in layer.parameters()]
+        return filters + [each for name, each in named if any(text.lower() in name.lower() for text in names)]
+    return filters + [each for layer in _embeddings_and_outputs(module) for each in layer.parameters()]
 
 
 def _embeddings_and_outputs(module: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from zero_ext.offload import MASTER, Values, put
 from zero_ext.optim.elementwise import plain_scalars
 from zero_ext.optim.elementwise_stream import MultiTierStepper
 from zero_ext.optim.full_tensors.muon import BUFFER, adjusted_lr, as_matrices, newton_schulz
-from zero_ext.optim.full_tensors.muon_groups import serves
+from zero_ext.optim.full_tensors.muon_groups import check_rules, serves
 from zero_ext.optim.fused import AdamStepper
 from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.stepper import (
@@ -73,6 +73,7 @@ class MuonStepper(RangeStepper):
         if inputs.exchange is None or inputs.total is None:
             raise zero_ext_bug("whole matrices without what makes them")
         self._exchange, self._total = inputs.exchange, inputs.total
+        self._rules = [serves(group) for group in self._groups]
         for owned in self._ranges:
             for kind, field in moment_fields(inputs.moments_dtype, (BUFFER,)).items():
                 owned.state.add(kind, field)
@@ -89,6 +90,7 @@ class MuonStepper(RangeStepper):
         orthogonalized, directions of the next one travel and results of the one before. So a rank that has
         more to do in one wave may catch up in others.
         """
+        check_rules(self._groups, self._rules)
         flying: deque[_Wave] = deque()
         for wave in self._waves(updates):
             landed = [flying.popleft()] if len(flying) == WAVES_IN_FLIGHT else []
