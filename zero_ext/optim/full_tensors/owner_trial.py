@@ -257,8 +257,14 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def _late(layouts: Sequence[Sequence[Mapping[str, object]]]) -> str | None:
-    for early, late in zip(layouts[0], layouts[-1], strict=True):
-        for kind in {**early, **late}:
-            if early.get(kind) != late.get(kind):
-                return f"state entry '{kind}' appears or changes its shape or type after the first step"
+    found = map(late_entry, layouts[0], layouts[-1])
+    return next((each for each in found if each is not None), None)
+
+
+def late_entry(early: Mapping[str, object], late: Mapping[str, object]) -> str | None:
+    """Return which entry the layout of state after a step lacks or has otherwise than after a later one,
+    for which a load could not make it; None if none does."""
+    for kind in {**early, **late}:
+        if early.get(kind) != late.get(kind):
+            return f"state entry '{kind}' appears or changes its shape or type after the first step"
     return None
