@@ -213,7 +213,7 @@ class TwoEntries(Plain):
         parameter.sub_(state["views"][0], alpha=group["lr"])
 
 
-class KeepsTheParameter(Plain):
+class SharesTheParameter(Plain):
     """Has the parameter as an entry of its state."""
 
     def step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:

@@ -239,7 +239,7 @@ def test_an_error_at_one_owner_is_raised_on_all(world: World) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("RandomLater", "draws random numbers"),
+        ("RandomLater", "random numbers: expected a step without any"),
         ("LaterState", "state entry 'momentum' appears or changes"),
     ],
 )
@@ -321,7 +321,7 @@ REFUSED: dict[str, str] = {
     "OwnList": "attribute 'lists' holds parameters",
     "StepsNothing": "its step changes none of the tensors",
     "TwoEntries": "state entry 'views[0]': expected memory of its own, got that of state entry 'momentum'",
-    "KeepsTheParameter": "state entry 'weights': expected memory of its own, got that of the parameter",
+    "SharesTheParameter": "state entry 'weights': expected memory of its own, got that of the parameter",
     "OwnMasters": "state entry 'master': expected a name",
 }
 
