@@ -213,7 +213,7 @@ class TwoEntries(Plain):
         parameter.sub_(state["views"][0], alpha=group["lr"])
 
 
-class KeepsTheParameter(Plain):
+class SharesTheParameter(Plain):
     """Has the parameter as an entry of its state."""
 
     def step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
@@ -234,8 +234,19 @@ class CountsInTensors(Plain):
         parameter.sub_(gradient.sign(), alpha=group["lr"] / group["counts"][0][0].item())
 
 
+class LaterState(Plain):
+    """Adds an entry in its fifth step."""
+
+    def step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state["steps"] = state.get("steps", 0) + 1
+        if state["steps"] == 5:
+            state["momentum"] = gradient.clone()
+        super().step_one(parameter, gradient, group)
+
+
 class RandomLater(Plain):
-    """Draws random numbers from its fifth step on."""
+    """Draws random numbers in its fifth step."""
 
     def step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -236,13 +236,21 @@ def test_an_error_at_one_owner_is_raised_on_all(world: World) -> None:
 
 
 @on_ranks(2)
-def test_random_numbers_of_a_step_are_refused(world: World) -> None:
-    for stage in (0, 2):
-        model, optimizer = prepared(world, users.RandomLater, stage, {})
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("RandomLater", "random numbers: expected a step without any"),
+        ("LaterState", "state entry 'momentum' appears or changes"),
+    ],
+)
+def test_what_a_trial_cannot_see_is_refused_in_its_step(world: World, name: str, message: str) -> None:
+    for stage in (0, 3):
+        model, optimizer = prepared(world, getattr(users, name), stage, {})
         train(world, model, optimizer, 0, 4)
         with pytest.raises(RuntimeError, match="the optimizer's own code failed on ranks") as caught:
             train(world, model, optimizer, 4, 5)
-        assert "draws random numbers" in str(caught.value)
+        failed = torch.tensor([message in str(caught.value) and "parameter '" in str(caught.value)]).long()
+        assert engine_of(model).collectives.sum_(failed, "failed").item() > 0
 
 
 def test_a_rate_of_zero_at_the_start_of_a_warm_up_is_accepted() -> None:
@@ -313,7 +321,7 @@ REFUSED: dict[str, str] = {
     "OwnList": "attribute 'lists' holds parameters",
     "StepsNothing": "its step changes none of the tensors",
     "TwoEntries": "state entry 'views[0]': expected memory of its own, got that of state entry 'momentum'",
-    "KeepsTheParameter": "state entry 'weights': expected memory of its own, got that of the parameter",
+    "SharesTheParameter": "state entry 'weights': expected memory of its own, got that of the parameter",
     "OwnMasters": "state entry 'master': expected a name",
 }
 

@@ -293,8 +293,8 @@ def test_names_of_modules_may_have_slashes(kind: Any) -> None:
     optimizer.step()
     saved = optimizer.state_dict()
     other.load_state_dict(saved)
-    for part in ("shards", "unsharded"):
-        check_same(other.state_dict()[part], saved[part])
+    for key in ("shards", "unsharded"):
+        check_same(other.state_dict()[key], saved[key])
 
 
 @on_ranks(1, 2)

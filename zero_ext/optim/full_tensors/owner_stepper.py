@@ -18,6 +18,7 @@ from zero_ext.optim.full_tensors.nested_state import NamedState, named_state
 from zero_ext.optim.full_tensors.owner_trial import (
     Groups,
     groups_after,
+    late_entry,
     same_values,
     step_alone,
     without_parameters,
@@ -132,7 +133,10 @@ class OwnerStepper(RangeStepper):
         state = self._states[name].nested() if name in self._states else {}
         # The state may keep the gradient itself, which may be a part of a larger tensor.
         state = step_alone(self._inner, groups, self._segments[name].group, master, gradient.clone(), state)
-        self._states[name] = named_state(state, master)
+        found = named_state(state, master)
+        if name in self._states and (late := late_entry(self._states[name].layout, found.layout)):
+            raise RuntimeError(late)
+        self._states[name] = found
 
     def _finish(
         self, before: Groups, errors: Sequence[tuple[str, Exception]], stepped: Sequence[str]

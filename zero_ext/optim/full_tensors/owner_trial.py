@@ -53,7 +53,10 @@ def step_alone(
     finally:
         value.grad = None
     if not same_values(before, _random_states(value.device)):
-        raise RuntimeError("it draws random numbers, which would be others on every rank")
+        raise RuntimeError(
+            "random numbers: expected a step without any, got one that draws them from torch's default "
+            "generator, others on every rank. Use a torch.Generator with a seed of its own."
+        )
     return dict(inner.state[value]) if value in inner.state else {}
 
 
@@ -179,14 +182,14 @@ def _held(optimizer: optim.Optimizer) -> str | None:
             each = pending.pop()
             if id(each) in parameters or (isinstance(each, optim.Optimizer) and each is not optimizer):
                 what = "parameters" if id(each) in parameters else "another optimizer"
-                return f"its attribute '{name}' holds {what}, which its step may use beside its param groups"
+                return f"its attribute '{name}' holds {what}, which its step may use besides its param groups"
             if id(each) not in visited:
                 visited.add(id(each))
-                pending += _parts(each)
+                pending += _entries(each)
     return None
 
 
-def _parts(value: Any) -> list[Any]:
+def _entries(value: Any) -> list[Any]:
     """Return what a container or an object holds."""
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
@@ -257,8 +260,14 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def _late(layouts: Sequence[Sequence[Mapping[str, object]]]) -> str | None:
-    for early, late in zip(layouts[0], layouts[-1], strict=True):
-        for kind in {**early, **late}:
-            if early.get(kind) != late.get(kind):
-                return f"state entry '{kind}' appears or changes its shape or type after the first step"
+    found = map(late_entry, layouts[0], layouts[-1])
+    return next((each for each in found if each is not None), None)
+
+
+def late_entry(early: Mapping[str, object], late: Mapping[str, object]) -> str | None:
+    """Return which entry the layout of state after a step lacks or has otherwise than after a later one,
+    for which a load could not make it; None if none does."""
+    for kind in {**early, **late}:
+        if early.get(kind) != late.get(kind):
+            return f"state entry '{kind}' appears or changes its shape or type after the first step"
     return None
