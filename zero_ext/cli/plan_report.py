@@ -63,8 +63,8 @@ def assumptions(plan: Plan) -> list[str]:
     model, machine = plan.model, plan.hardware
     nvme = short_bytes(machine.nvme_bytes) if machine.nvme_bytes > 1 else "no"
     rules = plan.entries[0].training.rules
-    parts = (" for hidden matrices", " for the rest") if len(rules) > 1 else (" for all parameters",)
-    named = ", ".join(f"{rule}{part}" for rule, part in zip(rules, parts, strict=True))
+    ends = (" for hidden matrices", " for the rest") if len(rules) > 1 else (" for all parameters",)
+    named = ", ".join(f"{rule}{end}" for rule, end in zip(rules, ends, strict=True))
     optimizer = [] if rules == (DEFAULT_OPTIMIZER,) else [f"{named}."]
     return [
         f"{model.name}: {model.parameters:,} parameters ({model.source}), "

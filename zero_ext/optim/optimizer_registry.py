@@ -236,7 +236,7 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
             f"optimizer {name}: it is not known to be element-wise, which running on shards needs. "
             f"{_INSTEAD} If each element's update depends on that element alone, pass elementwise=True to "
             "zero_ext.prepare, which then checks it once on a small vector. If it needs tensors in full and "
-            "steps each by itself, pass whole_tensors=True."
+            "steps each by itself, pass whole_tensors=True to zero_ext.prepare."
         )
     _try_out(optimizer, name)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer
+from transformers.optimization import Adafactor, AdafactorSchedule
 from transformers.training_args import OptimizerNames
 
 from tests.config.written import FORMS, check
@@ -250,6 +251,15 @@ def test_arguments_that_cannot_be_served_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bf16=True"):
         ZeroTrainer(
             model=llama(0), args=arguments(tmp_path, bf16_full_eval=True), train_dataset=Sentences(8, 0)
+        )
+
+
+def test_a_schedule_that_reads_unsharded_state_is_refused(tmp_path: Path) -> None:
+    model = llama(0)
+    optimizer = Adafactor(model.parameters())
+    with pytest.raises(ValueError, match=r"AdafactorSchedule reads state(?s:.*)Pass a schedule of torch"):
+        ZeroTrainer(
+            model=model, args=arguments(tmp_path), optimizers=(optimizer, AdafactorSchedule(optimizer))
         )
 
 

@@ -256,6 +256,11 @@ def refuse_arguments(trainer: Any) -> None:
             f"in. Set {full_eval[:4]}=True, or precision.dtype in zero_config.",
         ),
         (
+            type(trainer.lr_scheduler).__name__ == "AdafactorSchedule",
+            "AdafactorSchedule reads state of the unsharded optimizer. Pass a schedule of torch, or a "
+            "'scheduler' section in zero_config.",
+        ),
+        (
             args.n_gpu > 1,
             f"one process drives {args.n_gpu} GPUs with DataParallel. Start one process per GPU: torchrun "
             "--nproc-per-node gpu.",
