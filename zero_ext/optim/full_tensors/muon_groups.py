@@ -66,7 +66,7 @@ def check_keys(group: Mapping[str, Any]) -> None:
 
 
 def check_rules(groups: Sequence[Mapping[str, Any]], rules: Sequence[bool]) -> None:
-    """Raise ``ValueError`` for a param group whose ``use_muon`` or settings cannot be stepped.
+    """Raise ``ValueError`` for a changed ``use_muon``, and for settings that are out of range.
 
     Args:
         groups: param groups.
