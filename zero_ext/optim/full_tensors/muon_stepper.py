@@ -146,8 +146,8 @@ class MuonStepper(RangeStepper):
             pending.send_results()
 
     def _on_all_ranks(self, action: Callable[[], None]) -> None:
-        """Run ``action`` and raise its error on all ranks: others would wait for one that has no memory, or
-        whose storage fails, in the exchange."""
+        """Run ``action`` and raise its error on all ranks: in the exchange they would wait for a rank that is
+        out of memory or cannot read its storage."""
 
         def run() -> torch.Tensor:
             action()
