@@ -13,7 +13,7 @@ import torch
 from zero_ext.config.full_tensor_costs import BATCH_ELEMENTS, WAVE_ELEMENTS, WAVES_IN_FLIGHT
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.tiers import is_stored
-from zero_ext.offload import MASTER, Values, put
+from zero_ext.offload import MASTER, Values
 from zero_ext.optim.elementwise import plain_scalars
 from zero_ext.optim.elementwise_stream import MultiTierStepper
 from zero_ext.optim.full_tensors.muon import BUFFER, adjusted_lr, as_matrices, newton_schulz
@@ -21,7 +21,6 @@ from zero_ext.optim.full_tensors.muon_groups import check_rules, serves
 from zero_ext.optim.fused import AdamStepper
 from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.stepper import (
-    OwnedRange,
     PendingTransform,
     RangeStepper,
     Segment,
@@ -30,6 +29,7 @@ from zero_ext.optim.stepper import (
     StoredChunk,
     Update,
     send_chunk,
+    send_parameters,
     stored_chunks,
 )
 
@@ -202,7 +202,8 @@ class MuonStepper(RangeStepper):
             owned = self._ranges[update.index]
             if not is_stored(owned.state.tier):
                 master = owned.state.read(MASTER, 0, owned.state.numel)
-                self._send(owned, master, self._descend(update.index, 0, master, wave.directions, used))
+                stepped = self._descend(update.index, 0, master, wave.directions, used)
+                send_parameters(self._staging, owned, stepped)
         with contextlib.closing(self._stored_chunks(wave, MASTER)) as chunks:
             for chunk in chunks:
                 index, master = chunk.state.index, chunk.state.values[MASTER]
@@ -264,15 +265,6 @@ class MuonStepper(RangeStepper):
             first, last = max(segment.begin - begin, 0), min(segment.end - begin, numel)
             if segment.name in used and first < last:
                 yield segment, first, last
-
-    def _send(self, owned: OwnedRange, master: torch.Tensor, stepped: Sequence[tuple[int, int]]) -> None:
-        if owned.output is None:
-            return
-        if is_stored(owned.output.tier):
-            self._staging.send(master, owned.output, owned.state.tier)
-            return
-        for first, last in stepped:
-            put(owned.output, first, master[first:last], owned.state.tier)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: the momentum."""
