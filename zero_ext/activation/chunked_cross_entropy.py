@@ -266,7 +266,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return losses.sum() if context.count is None else losses.sum() / context.count
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if context.saved_tensors:
             hidden, weight, bias, labels, counted = context.saved_tensors
@@ -351,9 +351,11 @@ class _ChunkedHead:
         """Return the tokens of a chunk: all chunks have the same size, up to rounding."""
         tokens, words, chunk = len(self._hidden), self._weight.shape[0], self._options.chunk_tokens
         if chunk == "auto":
-            # What is computed from the logits of a block. It is small where blocks fit a cache.
-            blocks = (self._weight.dtype != self.dtype) + (self._options.softcap is not None)
-            copies = 0 if self._block_rows else blocks * self.dtype.itemsize
+            # Copies in a wider dtype are made of all logits of a chunk: here on a GPU, in gemm on a CPU. The
+            # slope of the softcap is made of a block, which is small on a CPU.
+            copies = (self._weight.dtype != self.dtype) * self.dtype.itemsize
+            if self._options.softcap is not None and self._block_rows is None:
+                copies += self.dtype.itemsize
             chunk = (CHUNK_BYTES - _PRODUCT_BYTES) // max(1, words * (self._weight.itemsize + copies))
         number = -(-tokens // max(1, chunk))
         return max(1, -(-tokens // max(1, number)))
