@@ -56,7 +56,7 @@ class _LossOptions:
 
 
 class _VocabularySlice(NamedTuple):
-    """Words whose logits this rank computes: those from ``first`` on, of ``size`` over ``group``."""
+    """This rank computes the logits of some words: those from ``first`` on, of ``size`` over ``group``."""
 
     first: int
     size: int
@@ -210,7 +210,7 @@ def _local_tensors(
         if hidden.placements != (Replicate(),):
             raise ValueError(
                 f"hidden: expected all tokens on all ranks of the vocabulary, got {hidden.placements}. "
-                "Gather them first."
+                "Pass them replicated."
             )
         hidden = hidden.to_local(grad_placements=[Replicate()])
     local_bias = bias.to_local() if isinstance(bias, DTensor) else None
@@ -232,7 +232,7 @@ def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if len(dtypes) > 1 or not hidden.is_floating_point():
         raise ValueError(
             f"hidden: expected one float dtype of hidden, weight and bias, got {sorted(map(str, dtypes))}. "
-            "Cast them, or use autocast."
+            "Convert them, or use autocast."
         )
 
 
@@ -289,7 +289,7 @@ _NO_GRADIENTS = (None,) * 4  # of the arguments behind the bias
 
 
 class _ChunkedHead:
-    """A head whose logits exist for one chunk of tokens at a time, in one buffer.
+    """A head with the logits of one chunk of tokens at a time in memory, in one buffer.
 
     The buffer holds a chunk's logits, then their gradient. Sums are in ``dtype``.
     """
