@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from zero_ext.attention.document_attention import documents_from_positions, row_groups
-from zero_ext.parallel.ring_attention import shard_indices
+from zero_ext.attention.packed_documents import documents_from_positions, row_groups
+from zero_ext.parallel.ring import shard_indices
 from zero_ext.parallel.ulysses import sequence_rank
 
 _IGNORED = -100
@@ -101,9 +101,7 @@ def shard_batch(
     return full if mask is None else {**full, "attention_mask": mask}
 
 
-def _positions(
-    tokens: torch.Tensor, padding_idx: int | None, documents: torch.Tensor | None
-) -> torch.Tensor:
+def _positions(tokens: torch.Tensor, padding_idx: int | None, documents: torch.Tensor | None) -> torch.Tensor:
     """Return the positions of full sequences, int64 [1 or batch, length]."""
     batch, length = tokens.shape[:2]
     if documents is not None:

@@ -58,7 +58,9 @@ def apply_document_attention(model: PreTrainedModel) -> None:
     forward = inspect.signature(model.forward).parameters
     problem = ""
     if not attentions:
-        problem = "expected attention from transformers' registry, got its own. Call document_attention in it."
+        problem = (
+            "expected attention from transformers' registry, got its own. Call document_attention in it."
+        )
     elif getattr(model.config, "is_encoder_decoder", False) or any(map(is_cross, attentions)):
         problem = "it has cross-attention to another sequence. Pass its encoder or decoder alone."
     elif any(hasattr(module, "sequence_exchange") for module in attentions):
@@ -110,9 +112,7 @@ def _add_documents(
     return (), inputs
 
 
-def _documents(
-    positions: torch.Tensor | None, mask: torch.Tensor | None, shape: torch.Size
-) -> torch.Tensor:
+def _documents(positions: torch.Tensor | None, mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
     if positions is None:
         positions = torch.arange(shape[1], dtype=torch.int64, device="cpu")[None]
         mask = None if mask is None else mask.to("cpu")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_ext.attention.document_attention import row_groups
+from zero_ext.attention.packed_documents import row_groups
 from zero_ext.integrations.transformers.attention_interface import (
     check_full_attention,
     is_cross,
@@ -22,7 +22,7 @@ from zero_ext.integrations.transformers.attention_interface import (
 )
 from zero_ext.integrations.transformers.document_interface import NAME as DOCUMENTS
 from zero_ext.integrations.transformers.document_interface import checked_documents
-from zero_ext.parallel.ring_attention import RingAttention, shard_positions
+from zero_ext.parallel.ring import RingAttention, shard_positions
 from zero_ext.parallel.ulysses import SequenceExchange, sequence_rank
 
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -74,11 +74,10 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh, ring: int) -> None
     tensors = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
     heads = getattr(config, "num_attention_heads", None)
     if not problem and isinstance(heads, int) and heads % (ranks * tensors):
+        name = "cp" if ring == 1 else "cp / ring"
         problem = (
-            f"expected heads divisible by cp {ranks} × tp {tensors}, got {heads}. Choose divisors of {heads}."
-            if ring == 1
-            else f"expected heads divisible by cp / ring {ranks} × tp {tensors}, got {heads}. Choose divisors "
-            f"of {heads}."
+            f"expected heads divisible by {name} {ranks} × tp {tensors}, got {heads}. Choose divisors of "
+            f"{heads}."
         )
     if problem:
         raise ValueError(f"{type(model).__name__}: {problem}")
@@ -305,8 +304,8 @@ def _attend_in_rings(
     documents = checked_documents(module, attention_mask, kwargs)
     if dropout:
         raise ValueError(
-            f"{type(module).__name__}: expected no dropout of attention in a ring, got {dropout}. Set it to 0 "
-            "in the model's configuration."
+            f"{type(module).__name__}: expected no dropout of attention in a ring, got {dropout}. Set it to "
+            "0 in the model's configuration."
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     found = RingAttention(exchange).attend(query, key, value, documents, is_causal=causal, scale=scaling)

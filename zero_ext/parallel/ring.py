@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.attention.document_attention import row_groups
+from zero_ext.attention.packed_documents import row_groups
 from zero_ext.attention.sparse_self_attention import autocast_tensors
 from zero_ext.attention.tile_attention import merge_tile, tile_kernel
 from zero_ext.parallel.ulysses import SequenceExchange, check_ring, sequence_rank
@@ -119,6 +119,7 @@ class _RingAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
         logsumexp = output.new_full(query.shape[:3], -math.inf)
+        query = query if query.stride(-1) == 1 else query.contiguous()
         kernel, rotated = tile_kernel(query), torch.stack((key, value))
         for step in range(exchange.ring):
             keys, values = rotated
@@ -156,6 +157,7 @@ def _backward(
     own. One more step returns them to the rank that has the keys.
     """
     query, key, value, output, logsumexp = saved
+    gradient = gradient.contiguous()
     kernel, rotated = tile_kernel(query), torch.stack((key, value))
     grad_query = torch.zeros_like(query, dtype=logsumexp.dtype)
     arriving = None
