@@ -13,7 +13,7 @@ from zero_ext.attention.block_layout import BlockLayout
 from zero_ext.ops.attention import BACKWARD, FORWARD
 from zero_ext.ops.load_library import op
 
-_BLOCK = 128
+_BLOCK = 128  # The kernel's log-sum-exp has base 2.
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -66,14 +66,16 @@ def _block_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> Tensors:
     options = (None, None, _BLOCK, causal, scale, 0.0, 0, 0)
-    found: Tensors = op(FORWARD)(query, key, value, *_all_blocks(query, key), *options)
-    return found
+    output, logsumexp = op(FORWARD)(query, key, value, *_all_blocks(query, key), *options)
+    return output, logsumexp * math.log(2)
 
 
 def _block_backward(gradient: torch.Tensor, *saved: torch.Tensor, causal: bool, scale: float) -> Tensors:
-    query, key, *_ = saved
+    query, key, *others, logsumexp = saved
     options = (None, None, _BLOCK, causal, scale, 0.0, 0, 0, False)
-    *gradients, _ = op(BACKWARD)(gradient, *saved, *_all_blocks(query, key), *options)
+    *gradients, _ = op(BACKWARD)(
+        gradient, query, key, *others, logsumexp / math.log(2), *_all_blocks(query, key), *options
+    )
     return tuple(gradients)
 
 

@@ -1,4 +1,4 @@
-"""Packed rows in models of transformers: each document as a sequence of its own, under ZeRO and over ranks."""
+"""Packed rows in models of transformers: each document as a sequence of its own, also over ranks."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -105,17 +106,22 @@ def exchange_attention(model: PreTrainedModel, sparse: SparseSelfAttention) -> N
         module.sparse_attention = sparse
 
 
-def _refuse_documents(model: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for packed rows with a mask of their padding.
+def _refuse_documents(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for packed rows, as no layout keeps documents apart.
 
-    transformers looks for packed rows only where there is no mask, and no layout keeps documents apart.
+    transformers looks for packed rows only where there is neither a mask nor a cache.
     """
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    sparse = model.config._attn_implementation in (NAME, ALIBI_NAME)
-    if not sparse or positions is None or mask is None or positions.ndim != 2 or mask.ndim != 2:
+    if model.config._attn_implementation not in (NAME, ALIBI_NAME):
         return
-    attended = mask[:, -positions.shape[1] :].bool()
-    if bool(((positions.diff() != 1) & attended[:, 1:] & attended[:, :-1]).any()):
+    inputs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if positions is None or positions.ndim != 2 or (mask is not None and mask.ndim != 2):
+        return
+    begins = positions.diff() != 1
+    if mask is not None:  # positions of padding mean nothing
+        attended = mask[:, -positions.shape[1] :].bool()
+        begins = begins & attended[:, 1:] & attended[:, :-1]
+    if bool(begins.any()):
         raise ValueError(
             f"{type(model).__name__}: expected one sequence per row under sparse attention, got position_ids "
             "that begin anew. Pass one sequence per row, or call apply_document_attention on a dense model."
