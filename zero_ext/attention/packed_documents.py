@@ -71,9 +71,9 @@ def document_attention(
         documents = zip(*(each[extent].split(lengths, 2) for each in (query, key, value)), strict=True)
         outputs = [
             F.scaled_dot_product_attention(
-                *each, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+                queries, keys, values, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-            for each in documents
+            for queries, keys, values in documents
         ]
         rows.append(torch.cat(outputs, 2))
     return torch.cat(rows)

@@ -123,21 +123,21 @@ def _positions(tokens: torch.Tensor, padding_idx: int | None, documents: torch.T
 
 def _documents(full: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
     """Return the documents of full sequences, in place of a mask."""
-    mask, given = full.get("attention_mask"), full.get("cu_seq_lens_q")
+    mask, documents = full.get("attention_mask"), full.get("cu_seq_lens_q")
     if mask is not None and mask.ndim != 2:
         raise ValueError(
             f"'attention_mask': expected [batch, length] with packed or a ring, got {tuple(mask.shape)}. "
             "Give documents by position_ids that begin anew."
         )
-    if given is None:
-        given = documents_from_positions(full["position_ids"].expand(tokens.shape[:2]), mask)
+    if documents is None:
+        documents = documents_from_positions(full["position_ids"].expand(tokens.shape[:2]), mask)
     elif mask is not None and not bool(mask.all()):
         raise ValueError(
             "'cu_seq_lens_q': expected no padding with them, got an attention_mask with some. Remove one of "
             "the two."
         )
-    row_groups(given, *tokens.shape[:2])
-    return {"cu_seq_lens_q": given.to("cpu"), "attention_mask": None}
+    row_groups(documents, *tokens.shape[:2])
+    return {"cu_seq_lens_q": documents.to("cpu"), "attention_mask": None}
 
 
 def mask_first_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -160,7 +160,7 @@ def _backward(
     gradient = gradient.contiguous()
     kernel, rotated = tile_kernel(query), torch.stack((key, value))
     grad_query = torch.zeros_like(query, dtype=logsumexp.dtype)
-    arriving = None
+    arriving: Callable[[], torch.Tensor] | None = None
     for step in range(exchange.ring):
         keys, values = rotated
         last = step == exchange.ring - 1
@@ -178,8 +178,8 @@ def _backward(
         arriving = exchange.rotate(grad_rotated, "gradients of keys and values of ring attention")
         if wait is not None:
             rotated = wait()
-    grad_rotated = arriving()
-    return tuple(each.to(query.dtype) for each in (grad_query, *grad_rotated))
+    own = grad_rotated if arriving is None else arriving()
+    return tuple(each.to(query.dtype) for each in (grad_query, *own))
 
 
 class RingAttention:

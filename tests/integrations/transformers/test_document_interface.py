@@ -163,15 +163,15 @@ def test_labels_of_first_tokens_do_not_count(world: World) -> None:
 
 
 @on_ranks(1)
-def test_documents_may_be_given_and_rows_may_have_padding(world: World) -> None:
+def test_documents_among_the_inputs_and_rows_with_padding(world: World) -> None:
     enter(world)
     model, reference = llama(world.seed), llama(world.seed)
     apply_document_attention(model)
     batch = packed_batch(torch.Generator().manual_seed(world.seed))
     words, positions = batch["input_ids"], batch["position_ids"]
     wanted = model(words, position_ids=positions).logits
-    given = model(words, None, positions, cu_seq_lens_q=torch.tensor(BOUNDS)).logits
-    assert torch.equal(given, wanted)
+    found = model(words, None, positions, cu_seq_lens_q=torch.tensor(BOUNDS)).logits
+    assert torch.equal(found, wanted)
     attended = torch.ones(ROWS, LENGTH, dtype=torch.int64)
     attended[0, 40:], attended[1, :9] = 0, 0
     found, alone = (each(words, attention_mask=attended).logits for each in (model, reference))

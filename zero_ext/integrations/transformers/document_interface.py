@@ -56,7 +56,7 @@ def apply_document_attention(model: PreTrainedModel) -> None:
     """
     attentions: list[Any] = registry_attentions(model)
     forward = inspect.signature(model.forward).parameters
-    problem = ""
+    problem: str | None = None
     if not attentions:
         problem = (
             "expected attention from transformers' registry, got its own. Call document_attention in it."

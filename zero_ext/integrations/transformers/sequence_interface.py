@@ -200,15 +200,8 @@ def _agree(
         problem = f"attention_mask: expected all {length} tokens of the sequence, got {seen}"
     elif square and seen[1:3] != (1, length):
         problem = f"attention_mask: expected [batch, 1, {length}, {length}], got {seen}"
-    elif documents and seen:
-        problem = f"attention_mask: expected none, as documents say what is padding, got {seen}"
-        fix = f"Give shard_batch packed=True or ring={exchange.ring}, which leave it out."
-    elif documents:
-        problem = _document_problem(exchange, inputs.get("cu_seq_lens_q"), positions, tokens.shape[:2])
-        fix = f"Give shard_batch ring={exchange.ring}, and packed=True for packed rows."
-    elif "cu_seq_lens_q" in inputs:
-        problem = "cu_seq_lens_q: expected none, as attention of this model is over full rows, got some"
-        fix = "Call apply_document_attention(model) before apply_sequence_parallel."
+    elif documents or "cu_seq_lens_q" in inputs:
+        problem, fix = _document_problem(exchange, inputs, documents, tokens.shape[:2])
     elif padding is None and not square and find_packed_sequence_indices(positions) is not None:
         problem = (
             "position_ids: they begin anew (packed sequences), which needs an attention_mask of 4 dimensions"
@@ -228,24 +221,33 @@ def _agree(
 
 
 def _document_problem(
-    exchange: SequenceExchange, bounds: torch.Tensor | None, positions: torch.Tensor, shape: torch.Size
-) -> str:
-    """Return the problem of documents, or of positions that do not increase with the tokens in one."""
+    exchange: SequenceExchange, inputs: dict[str, Any], documents: bool, shape: torch.Size
+) -> tuple[str, str]:
+    """Return the problem of documents, or of positions that do not increase with the tokens in one, and its
+    fix. The problem is empty if there is none."""
     batch, length = shape[0], shape[1] * exchange.size
-    if bounds is None:
-        return "cu_seq_lens_q: expected the documents of the full batch, got none"
+    bounds, positions, mask = (
+        inputs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask")
+    )
+    fix = f"Give shard_batch ring={exchange.ring}, and packed=True for packed rows."
+    if not documents:
+        problem = "cu_seq_lens_q: expected none, as attention of this model is over full rows, got some"
+        return problem, "Call apply_document_attention(model) before apply_sequence_parallel."
+    if mask is not None:
+        seen = tuple(mask.shape)
+        return f"attention_mask: expected none, as documents say what is padding, got {seen}", fix
+    if bounds is None or positions is None:
+        return "cu_seq_lens_q: expected the documents of the full batch, got none", fix
     try:
         row_groups(bounds, batch, length)
         tokens = shard_positions(length, exchange.rank, exchange.size, exchange.ring)
     except (TypeError, ValueError) as error:
-        return str(error).rstrip(".")
-    bounds, positions = bounds.to("cpu"), positions.to("cpu")
+        return str(error).rstrip("."), fix
     rows = torch.arange(batch, device="cpu")[:, None] * length
-    document = torch.bucketize(rows + tokens, bounds.long(), right=True)
-    same = document.diff() == 0
-    if bool((same & (positions.diff() != tokens.diff())).any()):
-        return "position_ids: expected ones that increase by 1 per token within a document, got others"
-    return ""
+    document = torch.bucketize(rows + tokens, bounds.to("cpu", torch.int64), right=True)
+    if bool(((document.diff() == 0) & (positions.to("cpu").diff() != tokens.diff())).any()):
+        return "position_ids: expected ones that increase by 1 per token within a document, got others", fix
+    return "", fix
 
 
 class _Regrouped:
