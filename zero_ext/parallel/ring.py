@@ -257,6 +257,10 @@ class RingAttention:
 
         Returns:
             As a call.
+
+        Raises:
+            TypeError: as a call.
+            ValueError: as a call, but for shapes and documents that differ along "cp".
         """
         exchange = self.exchange
         query, key, value = exchange.enter(*autocast_tensors(query, key, value))
