@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.training import mesh_of
 from zero_ext import linear_cross_entropy
+from zero_ext.activation import chunked_cross_entropy
 from zero_ext.zero import engine_of
 
 BATCH, LENGTH, WIDTH, WORDS = 3, 11, 8, 37
@@ -138,6 +140,16 @@ def test_fp16_gradients_of_a_mean_do_not_vanish() -> None:
         torch.testing.assert_close(one.double(), other, rtol=0, atol=float(4e-3 * other.abs().max()))
 
 
+def test_fp16_sums_over_many_tokens_do_not_overflow() -> None:
+    """A frequent word and a mean that is not zero: sums of unscaled gradients pass fp16's largest number."""
+    hidden = (torch.randn(20_000, 8) + 4).half()
+    weight = (torch.randn(64, 8) * 0.02).half().requires_grad_()
+    labels = torch.randint(64, (20_000,)).where(torch.rand(20_000) < 0.1, 32)
+    (found,) = gradients(linear_cross_entropy(hidden, weight, labels), [weight])
+    (wanted,) = gradients(cross_entropy((hidden @ weight.T).double(), labels), [weight])
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.001)
+
+
 def test_the_weights_gradient_is_summed_in_float32() -> None:
     """Over 512 chunks of equal tokens. A sum in bfloat16 stops growing at 256 times a chunk's."""
     hidden = torch.ones(512, WIDTH, dtype=torch.bfloat16)
@@ -157,6 +169,27 @@ def test_autocast_is_that_of_a_linear_layer() -> None:
     for one, other in zip(gradients(found, tensors), gradients(wanted, tensors), strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one, other, rtol=0, atol=float(2e-2 * other.abs().max()))
+
+
+def test_autocast_leaves_float64() -> None:
+    (hidden, weight, _), labels = inputs_of(torch.float64)
+    wanted = linear_cross_entropy(hidden, weight, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear_cross_entropy(hidden, weight, labels), wanted)
+
+
+def test_sequences_without_tokens_and_the_next_token() -> None:
+    empty = torch.zeros(2, 0, 8), torch.zeros(5, 8), torch.zeros(2, 0, dtype=torch.int32)
+    assert linear_cross_entropy(*empty, shift=True, reduction="sum") == 0
+    assert linear_cross_entropy(*empty, shift=True).isnan()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_are_refused(reduction: Any) -> None:
+    (hidden, weight, _), labels = inputs_of(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum()
+    with pytest.raises(RuntimeError, match="got it with create_graph"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 def test_backward_runs_once() -> None:
@@ -327,6 +360,27 @@ def test_a_vocabulary_split_over_ranks(world: World, options: dict[str, Any]) ->
     for one, other in zip(gradients(found, leaves), gradients(wanted, tensors), strict=True):
         full = one.full_tensor() if isinstance(one, DTensor) else one
         torch.testing.assert_close(full, other, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_ranks_with_fewer_words_have_the_same_chunks(world: World) -> None:
+    torch.manual_seed(world.seed)
+    tensors, labels = inputs_of(torch.float64)
+    words = tensors[1].shape[0] // 2 * 2 - 1
+    weight = tensors[1].detach()[:words]
+    split = distribute_tensor(weight, mesh_of(tp=2)["tp"], [Shard(0)])
+    few = chunked_cross_entropy._PRODUCT_BYTES + 8 * (words // 2 + 1) * 5
+    with mock.patch.object(chunked_cross_entropy, "CHUNK_BYTES", few):
+        found = linear_cross_entropy(tensors[0].detach(), split, labels % words)
+    wanted = cross_entropy((tensors[0].detach() @ weight.T).flatten(0, -2), (labels % words).flatten())
+    torch.testing.assert_close(found, wanted)
+
+
+@on_ranks(2)
+def test_tokens_that_differ_on_the_ranks_of_a_split_weight(world: World) -> None:
+    split = distribute_tensor(HEAD, mesh_of(tp=2)["tp"], [Shard(0)])
+    with pytest.raises(RuntimeError, match="labels: expected the same on all ranks"):
+        linear_cross_entropy(WIDE, split, (SHORT + world.rank) % 5)
 
 
 @on_ranks(4)

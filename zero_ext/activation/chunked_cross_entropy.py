@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 ChunkTokens = int | Literal["auto"]
@@ -56,11 +55,30 @@ class _LossOptions:
 
 
 class _VocabularySlice(NamedTuple):
-    """This rank computes the logits of some words: those from ``first`` on, of ``size`` over ``group``."""
+    """This rank computes the logits of some words: those from ``first`` on, of ``size`` over ``group``.
+
+    No rank has more words than ``largest``.
+    """
 
     first: int
     size: int
+    largest: int
     group: dist.ProcessGroup | None
+
+    def check_same(self, labels: Tensor) -> None:
+        """Check that all ranks have the same labels [n]. With FSDP2, ranks with tokens of their own hold
+        slices of a weight that look like those of a vocabulary."""
+        if self.group is None:
+            return
+        positions = torch.arange(1, len(labels) + 1, device=labels.device)
+        digest = torch.stack([(labels * positions).sum(), positions.new_tensor(len(labels))])
+        extremes = torch.cat([digest, -digest])
+        self.all_reduce(extremes, dist.ReduceOp.MAX)
+        torch._assert_async(
+            (extremes[:2] == -extremes[2:]).all(),
+            "labels: expected the same on all ranks that the weight is split over, got others. Pass the same "
+            "tokens, or the full weight.",
+        )
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce ``tensor`` over the ranks of the vocabulary, in place."""
@@ -89,7 +107,8 @@ def linear_cross_entropy(
     the gradient of each loss is known in backward only, which then computes the logits again.
 
     Values are those of `torch.nn.functional.cross_entropy` on logits in the dtype of `hidden`. Losses, and
-    the sum of the weight's gradient over chunks, are computed in float32 at least.
+    the sum of the weight's gradient over tokens, are computed in float32 at least. In float16 a word of a
+    probability below 3e-8 gets no gradient.
 
     Memory besides inputs and gradients is that of one chunk. From forward to backward the gradients of
     `weight` and `bias` are stored in float32 at least, that of `hidden` in its dtype.
@@ -122,7 +141,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
-        RuntimeError: a label is outside the vocabulary, or backward runs a second time.
+        RuntimeError: a label is outside the vocabulary, labels differ between the ranks of a split weight,
+            or backward runs a second time, with `create_graph`, or under `torch.func`.
 
     Examples:
         >>> hidden, weight = torch.ones(2, 5, 8, requires_grad=True), torch.zeros(50, 8)
@@ -133,8 +153,9 @@ def linear_cross_entropy(
     """
     options = _LossOptions(chunk_tokens, ignore_index, reduction, label_smoothing, z_loss, softcap)
     _check_labels(hidden, labels)
+    labels = labels.long()
     if shift:
-        ignored = labels.new_full((*labels.shape[:-1], 1), ignore_index)
+        ignored = torch.full_like(labels[..., :1], ignore_index)
         labels = torch.cat([labels[..., 1:], ignored], -1)
     found = _loss(hidden, weight, bias, labels, options)
     return found[..., :-1] if shift and reduction == "none" else found
@@ -162,12 +183,12 @@ def _loss(
         return found
     hidden, weight, bias, vocabulary = _local_tensors(hidden, weight, bias)
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        hidden, weight = _autocast(hidden), _autocast(weight)
+        bias = None if bias is None else _autocast(bias)
     _check_head(hidden, weight, bias)
-    rows = labels.flatten().long()
+    rows = labels.flatten()
+    vocabulary.check_same(rows)
     counted = rows != options.ignore_index
     inside = (rows >= 0) & (rows < vocabulary.size)
     torch._assert_async(
@@ -184,6 +205,12 @@ def _loss(
     return losses.view(labels.shape) if options.reduction == "none" else losses
 
 
+def _autocast(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in autocast's dtype; float64 stays, as for a linear layer."""
+    wide = tensor.dtype == torch.float64
+    return tensor if wide else tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
 def _local_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, _VocabularySlice]:
@@ -191,7 +218,12 @@ def _local_tensors(
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(weight, DTensor):
-        return hidden, weight, bias, _VocabularySlice(0, weight.shape[0], None)
+        if isinstance(hidden, DTensor):
+            raise ValueError(
+                "hidden: expected a plain tensor, as the weight is, got a DTensor. Pass its local tensor."
+            )
+        words = weight.shape[0] if weight.dim() else 0
+        return hidden, weight, bias, _VocabularySlice(0, words, words, None)
     mesh, vocabulary = weight.device_mesh, weight.shape[0]
     for name, each in (("weight", weight), ("bias", bias)):
         if each is not None and (not isinstance(each, DTensor) or each.placements != (Shard(0),)):
@@ -214,7 +246,7 @@ def _local_tensors(
             )
         hidden = hidden.to_local(grad_placements=[Replicate()])
     local_bias = bias.to_local() if isinstance(bias, DTensor) else None
-    found = _VocabularySlice(share * mesh.get_local_rank(), vocabulary, mesh.get_group())
+    found = _VocabularySlice(share * mesh.get_local_rank(), vocabulary, share, mesh.get_group())
     return hidden, weight.to_local(), local_bias, found
 
 
@@ -266,8 +298,16 @@ class _ChunkedLoss(torch.autograd.Function):
         return losses.sum() if context.count is None else losses.sum() / context.count
 
     @staticmethod
-    @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy: expected backward without create_graph, got it with create_graph. "
+                "Gradients have no gradients here. Use torch's linear and cross_entropy."
+            )
+        return _ChunkedLoss._gradients(context, gradient)
+
+    @staticmethod
+    def _gradients(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if context.saved_tensors:
             hidden, weight, bias, labels, counted = context.saved_tensors
             head = _ChunkedHead(hidden, weight, bias, context.vocabulary, context.options)
@@ -281,7 +321,7 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         # With no token that counts the gradients are zero, as torch's.
         scale = gradient if context.count is None else gradient / context.count.clamp(min=1)
-        scaled = (None if each is None else each.mul_(scale).to(context.dtype) for each in gradients)
+        scaled = (None if each is None else _scale(each, scale).to(context.dtype) for each in gradients)
         return *scaled, *_NO_GRADIENTS
 
 
@@ -319,7 +359,7 @@ class _ChunkedHead:
         Gradients are those of the losses times ``factors`` [n], of weight and bias in ``dtype``.
         """
         hidden, weight, bias = self._hidden, self._weight, self._bias
-        chunk = self._chunk_rows()
+        chunk = self._chunk_rows(of_weight=needed[1])
         logits = hidden.new_empty(chunk, weight.shape[0])
         losses = hidden.new_empty(len(hidden), dtype=self.dtype)
         of_hidden = torch.empty_like(hidden) if needed[0] else None
@@ -347,16 +387,18 @@ class _ChunkedHead:
             self._vocabulary.all_reduce(of_hidden)
         return losses, (of_hidden, of_weight, of_bias)
 
-    def _chunk_rows(self) -> int:
-        """Return the tokens of a chunk: all chunks have the same size, up to rounding."""
-        tokens, words, chunk = len(self._hidden), self._weight.shape[0], self._options.chunk_tokens
+    def _chunk_rows(self, of_weight: bool) -> int:
+        """Return the tokens of a chunk, the same on all ranks. All chunks are equal, up to rounding."""
+        tokens, words, chunk = len(self._hidden), self._vocabulary.largest, self._options.chunk_tokens
         if chunk == "auto":
             # Copies in a wider dtype are made of all logits of a chunk: here on a GPU, in gemm on a CPU. The
             # slope of the softcap is made of a block, which is small on a CPU.
             copies = (self._weight.dtype != self.dtype) * self.dtype.itemsize
             if self._options.softcap is not None and self._block_rows is None:
                 copies += self.dtype.itemsize
-            chunk = (CHUNK_BYTES - _PRODUCT_BYTES) // max(1, words * (self._weight.itemsize + copies))
+            inputs = self._weight.shape[1] * self.dtype.itemsize if of_weight and copies else 0
+            nbytes = words * (self._weight.itemsize + copies) + inputs
+            chunk = (CHUNK_BYTES - _PRODUCT_BYTES) // max(1, nbytes)
         number = -(-tokens // max(1, chunk))
         return max(1, -(-tokens // max(1, number)))
 
@@ -395,12 +437,24 @@ class _ChunkedHead:
         return losses + options.z_loss * normalizer.square()
 
 
+def _scale(gradient: Tensor, scale: Tensor) -> Tensor:
+    """Multiply ``gradient`` by ``scale`` [] in place. A device would round the scale to its dtype first."""
+    rows = max(1, _PRODUCT_BYTES // max(1, gradient[:1].numel() * scale.itemsize))
+    for block in gradient.split(rows):
+        block.copy_(block.to(scale.dtype).mul_(scale))
+    return gradient
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which may be of a wider dtype."""
+    """Add ``left @ right`` to ``total``, which may be of a wider dtype: a sum over tokens overflows fp16."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
         return
-    # oneDNN copies a left side that is transposed, so its rows count too.
-    rows = max(1, _PRODUCT_BYTES // max(1, sum(right.shape) * right.itemsize))
-    for start in range(0, len(total), rows):
-        total[start : start + rows] += torch.mm(left[start : start + rows], right)
+    wide = right.to(total.dtype) if right.is_cpu else right
+    # The rows of the left side are copied on a CPU, those of the product on a GPU.
+    rows = max(1, _PRODUCT_BYTES // max(1, sum(right.shape) * total.itemsize))
+    for block, factor in zip(total.split(rows), left.split(rows), strict=True):
+        if right.is_cpu:
+            block.addmm_(factor.to(total.dtype), wide)
+        else:
+            block += torch.mm(factor, right, out_dtype=total.dtype)
