@@ -60,7 +60,7 @@ def test_a_real_run_holds_and_sends_what_was_planned(
         mean = sum(world.everyone(kinds["optimizer"])) / world.size
         assert of_rank(needs, tier)["optimizer"] == pytest.approx(mean, rel=WITHIN, abs=1), tier
 
-    # Besides the master weights: 4 bytes for each row and column on all ranks, and for a vector's own elements.
+    # Besides master weights: 4 bytes for each row and column on all ranks, and for own elements of vectors.
     lines = sum(map(sum, matrices))
     statistics = sum(engine.optimizer_step.stepper.state_bytes().values())
     owners = world.size if stage else 1

@@ -89,7 +89,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing(
     optimizer.zero_grad()
     before = state_of(model, optimizer)
     backward(world, model, 1, math.nan if world.rank else 1.0)
-    with pytest.raises(FloatingPointError, match="got NaN or infinity|norm is nan"):
+    with pytest.raises(FloatingPointError, match="gradients"):
         optimizer.step()
     check_same(state_of(model, optimizer), before)
 

@@ -98,11 +98,3 @@ def test_a_checkpoint_goes_on_in_fp32(world: World) -> None:
     zero_ext.load_checkpoint(folder, model)
     steps(model, optimizer, 2, 4)
     check_same(zero_ext.full_state_dict(model, rank0_only=False), wanted)
-
-
-@on_ranks(2)
-def test_it_comes_from_a_configuration(world: World) -> None:
-    params = {"lr": 0.02, "ns_dtype": "fp32"}
-    config = configuration(2, optimizer={"type": "Muon", "params": params})
-    _, optimizer, _, _ = zero_ext.initialize(model=nn.Linear(4, 4), config=config)
-    assert {group["ns_dtype"] for group in optimizer.param_groups if group["use_muon"]} == {"fp32"}

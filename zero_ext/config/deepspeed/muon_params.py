@@ -41,7 +41,7 @@ _DEFAULTS: dict[str, Any] = {
 _ADAMW_NAMES = ["embed", "lm_head"]
 _NS_METHOD = "ns_method"
 # By ns_method. "gram" is the same polynomial, which DeepSpeed evaluates in fp16 or fp32.
-_NS_DTYPES = {"standard": "bf16", "gram": "fp32"}
+_NS_DTYPES = {"gram": "fp32", "standard": "bf16"}
 # Type, the value that is served, why there is no other; or the reason for which none has an effect.
 _FIXED: dict[str, tuple[bool, str]] = {
     "adam_w_mode": (True, "Weight decay is decoupled here. Remove it"),

@@ -34,9 +34,9 @@ class Muon(torch.optim.Optimizer):
     """Muon for hidden matrices, AdamW for the rest.
 
     A matrix's momentum is orthogonalized by Newton-Schulz iterations, scaled by its shape and subtracted, as
-    `torch.optim.Muon` does, bit for bit with the default `ns_dtype`. A parameter of four dimensions, the filters of a
-    convolution, is one matrix with a row per filter. Any other of more than two is a stack of matrices. Which
-    parameters Muon steps is decided in this order:
+    `torch.optim.Muon` does, bit for bit with the default `ns_dtype`. A parameter of four dimensions, the
+    filters of a convolution, is one matrix with a row per filter. Any other of more than two is a stack of
+    matrices. Which parameters Muon steps is decided in this order:
 
     - `use_muon` of a param group;
     - the attribute `use_muon` of a parameter;
@@ -245,7 +245,9 @@ def newton_schulz(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tenso
         group: settings ns_coefficients, ns_steps, ns_dtype and eps.
     """
     a, b, c = group["ns_coefficients"]
-    found = matrix.to(ns_dtype(group)).reshape(-1, *matrix.shape[-2:])
+    # Strides change the last bits of products. Where a matrix is one of several, these are stacked without.
+    found = matrix.to(ns_dtype(group)).contiguous()
+    found = found.reshape(-1, *matrix.shape[-2:])
     tall = found.size(1) > found.size(2)
     found = found.mT if tall else found
     norms = torch.stack([each.norm() for each in found])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,7 @@ _CPU_BATCH_ELEMENTS = 1 << 16
 
 
 class MuonAndAdamWStepper(MultiTierStepper):
-    """The steps of ``zero_ext.Muon`` and ``torch.optim.Muon``: each range has parameters of Muon, or of AdamW.
+    """The steps of ``zero_ext.Muon`` and ``torch.optim.Muon``: a range has parameters of Muon or of AdamW.
 
     Both read settings that :meth:`read_settings` has checked and copied. A setting on a device is waited for
     there, once, and not for every matrix.
@@ -73,8 +74,8 @@ class _Wave:
     """Ranges that are stepped in one exchange, and their directions [n] by index."""
 
     updates: Sequence[Update]
-    directions: dict[int, torch.Tensor] = field(default_factory=dict)
-    pending: PendingTransform = field(init=False)  # once the directions are under way
+    directions: dict[int, torch.Tensor] = dataclass_field(default_factory=dict)
+    pending: PendingTransform = dataclass_field(init=False)  # once the directions are under way
 
 
 class MuonStepper(RangeStepper):

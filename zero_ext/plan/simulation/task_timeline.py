@@ -172,7 +172,7 @@ class Costs:
 
     def add_lines(self) -> float:
         """Return the sums over rows and columns of what all ranks have, and then of each matrix."""
-        if not (self.placement.optimizer and self.matrices.lines):
+        if self.training.world_size == 1 or not (self.placement.optimizer and self.matrices.lines):
             return 0.0
         received = SUM_BYTES * self.matrices.lines * (self.training.world_size - 1)
         return 2 * self.rates.latency + received / self.rates.collective

@@ -158,9 +158,9 @@ class MemoryEstimate:
             dealt[holders if shared else None] += [
                 (plan.spec.placement.optimizer_tier, each) for each in stepped
             ]
-        for holders, members in dealt.items():
-            ranks, rank = (holders.world_size, holders.rank) if holders is not None else (1, 0)
-            owners = deal_owners([owner_cost(each.spec.shape) for _, each in members], ranks)
+        for ranks, members in dealt.items():
+            size, rank = (ranks.world_size, ranks.rank) if ranks is not None else (1, 0)
+            owners = deal_owners([owner_cost(each.spec.shape) for _, each in members], size)
             for owner, (tier, each) in zip(owners, members, strict=True):
                 if owner == rank:
                     number = group_of[each.parameter]
