@@ -29,7 +29,10 @@ ONE_ARGUMENT_PER_JSON_KEY = {
     "zero_ext/optim/schedulers.py: __init__",
 }
 # One for each choice of the user that does not depend on the others.
-ONE_ARGUMENT_PER_CHOICE = {"zero_ext/zero/api/prepare.py: prepare"}
+ONE_ARGUMENT_PER_CHOICE = {
+    "zero_ext/activation/chunked_cross_entropy.py: linear_cross_entropy",
+    "zero_ext/zero/api/prepare.py: prepare",
+}
 
 
 def python_files(*folders: str) -> list[Path]:

@@ -7,7 +7,8 @@ from zero_ext.config.lazy_imports import lazy_getattr
 from zero_ext.config.optimizer_traits import OPTIMIZERS, TORCH
 
 if TYPE_CHECKING:
-    from zero_ext.activation import checkpoint_activations
+    from zero_ext.activation import checkpoint_activations, linear_cross_entropy
+    from zero_ext.attention import document_attention
     from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
     from zero_ext.checkpoint.weights.save_weights import save_weights
 
@@ -46,11 +47,13 @@ __all__ = [
     "ZeroModule",
     "ZeroOneAdam",
     "checkpoint_activations",
+    "document_attention",
     "double_backward",
     "full_gradient",
     "full_state_dict",
     "gathered",
     "initialize",
+    "linear_cross_entropy",
     "load_checkpoint",
     "load_config",
     "load_full_state_dict",
@@ -90,11 +93,13 @@ __getattr__ = lazy_getattr(
         "ZeroAccelerator": "zero_ext.integrations.accelerate",
         "ZeroModule": "zero_ext.zero.api.zero_module",
         "checkpoint_activations": "zero_ext.activation",
+        "document_attention": "zero_ext.attention",
         "double_backward": "zero_ext.zero.api.gathered",
         "full_gradient": "zero_ext.zero.api.full_parameters",
         "full_state_dict": "zero_ext.zero.api.full_parameters",
         "gathered": "zero_ext.zero.api.gathered",
         "initialize": "zero_ext.integrations.initialize",
+        "linear_cross_entropy": "zero_ext.activation",
         "load_checkpoint": "zero_ext.checkpoint.api",
         "load_full_state_dict": "zero_ext.zero.api.full_parameters",
         "load_weights": "zero_ext.integrations.load_weights",

@@ -9,9 +9,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+import zero_ext
 from tests.docs.run_page import BLOCK, ROOT, follow
 from tests.docs.snippets import snippets_of
+from tests.integrations.transformers.models import VOCABULARY, llama
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.base_section import key_paths
 
@@ -44,6 +47,18 @@ def test_a_loss_in_chunks_is_the_same_loss(tmp_path: Path) -> None:
         r"^chunks of \d+ tokens: loss (.*)$", follow("how_to/long_sequences.md", tmp_path), re.M
     )
     assert len(printed) == 2 and printed[0] == printed[1]
+
+
+def test_packed_documents_are_attended_to_alone() -> None:
+    words, positions = torch.randint(VOCABULARY, (1, 16)), torch.arange(16)[None] % 9
+    with snippets_of("how_to/long_sequences.md") as page:
+        names = page.run_next()
+        alone = zero_ext.document_attention(
+            *(names[each][:, :, :1000] for each in ("query", "key", "value")), [0, 1000]
+        )
+        torch.testing.assert_close(names["attended"][:, :, :1000], alone)
+        page.run_next(model=llama(0), words=words, positions=positions)
+        assert names["loss"].isfinite()
 
 
 @pytest.mark.parametrize("page", ["long_sequences", "tune_performance"])

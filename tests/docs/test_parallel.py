@@ -49,6 +49,14 @@ def test_the_page_runs(world: World) -> None:
         its_own = names["loss"].detach()
         page.run_next()
         torch.testing.assert_close(names["loss"].detach(), its_own)
+        page.run_next(model=llama(world.seed))
+        torch.testing.assert_close(
+            torch.tensor(world.everyone(names["loss"].item())).mean(),
+            torch.tensor(world.everyone(its_own.item())).mean(),
+        )
+        query, key, value = torch.randn(3, 2, 4, 4, 8)
+        page.run_next(query=query, key=key, value=value)
+        assert names["attended"].shape == query.shape
 
         page.run_next(inputs=words, targets=words, cross_entropy=cross_entropy, mesh=make_mesh(pp=2))
         assert names["loss"].isfinite() and names["held_out"] < names["loss"]

@@ -6,6 +6,7 @@ from zero_ext.activation.activation_checkpoint import (
     current_checkpointing,
 )
 from zero_ext.activation.activation_storage import BufferFullError
+from zero_ext.activation.chunked_cross_entropy import linear_cross_entropy
 from zero_ext.activation.partitioned_activations import DifferentInputsError
 from zero_ext.activation.random_streams import MODEL_PARALLEL, RandomStreams
 
@@ -17,4 +18,5 @@ __all__ = [
     "RandomStreams",
     "checkpoint_activations",
     "current_checkpointing",
+    "linear_cross_entropy",
 ]

@@ -141,7 +141,7 @@ class SparseSelfAttention(torch.nn.Module):
             TypeError: an unknown keyword, or a mask that is neither boolean nor floating.
             RuntimeError: what the kernel does not take: dtype, head dim, device.
         """
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast_tensors(query, key, value)
         scores_shape = _scores_shape(query, key, value, enable_gqa)
         key_padding, bias = _masks(attn_mask, more, scores_shape)
         if self.backend == "flex" and dropout_p > 0:
@@ -241,7 +241,7 @@ def _layout_tensors(layout: BlockLayout, query: torch.Tensor) -> list[torch.Tens
     return [*by_rows, layout.column_pointers, layout.rows]
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def autocast_tensors(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors in autocast's dtype where it is enabled for their device; float64 stays, as in
     torch.
     """

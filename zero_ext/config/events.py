@@ -194,6 +194,7 @@ COLLECTIVE_KINDS = {
     "onebit_reduce_scatter": CollectiveKind(),
     "onebit_all_gather": CollectiveKind(),
     "sequence": CollectiveKind(),  # sequence shards for heads, around attention
+    "ring": CollectiveKind(),  # keys and values in forward and backward, and their gradients
 }
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def apply_sequence_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, timeout_seconds: float = 600.0
+    model: nn.Module, mesh: DeviceMesh, *, ring: int = 1, timeout_seconds: float = 600.0
 ) -> SequenceExchange:
     """Exchange sequences for heads over mesh["cp"] around all attention of `model`, in place; a collective.
 
@@ -24,27 +24,35 @@ def apply_sequence_parallel(
     its slice of the tokens, as [`shard_batch`][zero_ext.parallel.shard_batch] cuts them. Call it after
     attention was made sparse and tensors were split, before [`prepare`][zero_ext.prepare].
 
-    Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
+    With `ring` over 1, `ring` ranks rotate keys and values around dense attention (ring attention), and
+    groups of cp / ring ranks exchange heads. Documents of packed rows are supported then, and without a ring
+    after [`apply_document_attention`][zero_ext.integrations.transformers.apply_document_attention].
+
+    Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3; Liu et al., "Ring Attention"
+    (arXiv 2310.01889).
 
     Args:
         model: the model, not prepared yet.
         mesh: has the dimension "cp".
+        ring: number of ranks in a ring, a divisor of cp; give it to `shard_batch` too.
         timeout_seconds: longest wait for the other ranks.
 
     Returns:
         The exchange that all layers share. Its `traffic` counts.
 
     Raises:
-        ValueError: a mesh without "cp", a model with neither or with its sequences over ranks already, and
+        ValueError: a mesh without "cp", a ring that does not divide it, sparse attention or windows with a
+            ring, a model with neither or with its sequences over ranks already, and
             layouts that differ from head to head; models of transformers with cross-attention, several
             configurations (vision and text), a head that may look at several tokens, layers that mix tokens
-            in other ways, no `position_ids`, attention "eager", or heads that do not divide by cp and tp.
+            in other ways, no `position_ids`, attention "eager", or heads that do not divide by cp / ring and
+            tp.
             Nothing was changed.
     """
     from zero_ext.attention import SparseSelfAttention
-    from zero_ext.parallel.ulysses import SequenceAttention, SequenceExchange, sequence_rank
+    from zero_ext.parallel.ulysses import SequenceAttention, SequenceExchange, check_ring, sequence_rank
 
-    sequence_rank(mesh)
+    check_ring(ring, sequence_rank(mesh)[1])
     found = outermost_models(model)
     served = {module for each in found.values() for module in each.modules()}
     sparse = [module for module in model.modules() if isinstance(module, SparseSelfAttention)]
@@ -57,6 +65,8 @@ def apply_sequence_parallel(
         )
     if any("forward" in vars(module) for module in own):
         raise ValueError(f"{name}: its sequences are sharded already. Call apply_sequence_parallel once.")
+    if sparse and ring > 1:
+        raise ValueError(f"{name}: expected dense attention with a ring, got a sparse layout. Pass ring=1.")
     for module in sparse:
         _check_layouts(module)
     if found:
@@ -64,8 +74,8 @@ def apply_sequence_parallel(
         from zero_ext.integrations.transformers.sequence_interface import check_sequences, exchange_sequences
 
         for each in found.values():
-            check_sequences(each, mesh)
-    exchange = SequenceExchange(mesh, timeout_seconds)
+            check_sequences(each, mesh, ring)
+    exchange = SequenceExchange(mesh, timeout_seconds, ring=ring)
     if exchange.size == 1:
         return exchange
     if found:

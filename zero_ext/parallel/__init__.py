@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zero_ext.parallel.pipeline.stage_module import split_stages
     from zero_ext.parallel.rank_grid import RankGrid
     from zero_ext.parallel.rank_mapping import RankMapping, all_mappings, best_mapping, naive_mapping
+    from zero_ext.parallel.ring import RingAttention, ring_attention, shard_indices
     from zero_ext.parallel.tensor.auto_tp_plan import automatic_plan
     from zero_ext.parallel.tensor.cross_entropy import vocabulary_cross_entropy
     from zero_ext.parallel.tensor.tensor_parallel import apply_tensor_parallel, tensor_plan
@@ -30,6 +31,7 @@ __all__ = [
     "LinkTopology",
     "RankGrid",
     "RankMapping",
+    "RingAttention",
     "SequenceAttention",
     "SequenceExchange",
     "TransformerStep",
@@ -39,8 +41,10 @@ __all__ = [
     "best_mapping",
     "make_mesh",
     "naive_mapping",
+    "ring_attention",
     "sequence_attention",
     "shard_batch",
+    "shard_indices",
     "split_stages",
     "tensor_plan",
     "transformer_traffic",
@@ -55,6 +59,7 @@ _NAMES = {
     "pipeline.stage_module": "split_stages",
     "rank_grid": "RankGrid",
     "rank_mapping": "RankMapping all_mappings best_mapping naive_mapping",
+    "ring": "RingAttention ring_attention shard_indices",
     "tensor.auto_tp_plan": "automatic_plan",
     "tensor.cross_entropy": "vocabulary_cross_entropy",
     "tensor.tensor_parallel": "apply_tensor_parallel tensor_plan",

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from zero_ext.attention.packed_documents import documents_from_positions, row_groups
+from zero_ext.parallel.ring import shard_indices
 from zero_ext.parallel.ulysses import sequence_rank
 
 _IGNORED = -100
 
 
 def shard_batch(
-    batch: Mapping[str, Any], mesh: DeviceMesh, *, shift_labels: bool = True, padding_idx: int | None = None
+    batch: Mapping[str, Any],
+    mesh: DeviceMesh,
+    *,
+    shift_labels: bool = True,
+    padding_idx: int | None = None,
+    ring: int = 1,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """Return this rank's chunk of a batch of sequences, which all ranks along mesh["cp"] hold in full.
 
@@ -33,18 +42,25 @@ def shard_batch(
         padding_idx: The token of padding where a model counts positions from it, as RoBERTa does
             (`model.config.pad_token_id`). Tokens of padding have it as their position, and others count on
             from the number behind it.
+        ring: The length of the ring, as of [`ring_attention`][zero_ext.parallel.ring_attention]. Over 1,
+            sequences are cut in zigzag.
+        packed: Whether a row may hold several documents. Documents are given by "cu_seq_lens_q" of the full
+            batch, or else by "position_ids" that begin anew. Labels that a token of another document would
+            predict become -100.
 
     Returns:
         The chunks, and also "position_ids" of the full sequence where they are missing, int64 [1 or
         batch, length / cp]. With labels also "num_items_in_batch", float: the labels of the full batch that
-        are not -100 (or the "num_items_in_batch" of `batch`), divided by cp.
+        are not -100 (or the "num_items_in_batch" of `batch`), divided by cp. With `ring` over 1 or `packed`
+        also "cu_seq_lens_q", int32 [documents + 1]: the documents of the full batch, in place of
+        "attention_mask". Runs of padding are documents of their own. Attention must be given them.
 
     Raises:
-        ValueError: For a batch without tokens, a length that does not divide by the ranks, a mask, labels or
-            positions of another shape, and positions that begin anew (packed sequences) without a mask
-            [batch, 1, length, length] that keeps them apart.
+        ValueError: For a batch without tokens, a length that does not divide by the ranks or twice the ring,
+            a mask, labels, documents or positions of another shape, and positions that begin anew (packed
+            sequences) without `packed` or a mask [batch, 1, length, length] that keeps them apart.
     """
-    rank, size = sequence_rank(mesh)
+    size = sequence_rank(mesh)[1]
     full = dict(batch)
     tokens = full.get("input_ids", full.get("inputs_embeds"))
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
@@ -53,34 +69,49 @@ def shard_batch(
             f"{sorted(full)}. Add one of them."
         )
     length = tokens.shape[1]
-    if length % size:
+    indices = shard_indices(length, mesh, ring).to(tokens.device)
+    documents = full.get("cu_seq_lens_q")
+    if documents is not None and not packed:
         raise ValueError(
-            f"length of sequences: expected a multiple of 'cp' ({size}), got {length} tokens. Pad them to "
-            f"{length + -length % size} tokens, with {_IGNORED} as labels."
+            f"'cu_seq_lens_q': expected none without packed, got {len(documents) - 1} documents. Pass "
+            "packed=True."
         )
     if full.get("position_ids") is None:
-        full["position_ids"] = _positions(tokens, padding_idx)
-    _check(full, tokens, padding_idx)
+        full["position_ids"] = _positions(tokens, padding_idx, documents)
+    _check_shapes(full, tokens)
+    if not packed:
+        _refuse_packed(full, padding_idx)
+    if packed or ring > 1:
+        full |= _documents(full, tokens)
     labels = full.get("shift_labels")
     if labels is None and full.get("labels") is not None:
         labels = full["labels"]
         if shift_labels:
+            if packed:
+                labels = mask_first_labels(labels, full["cu_seq_lens_q"])
             labels = full["shift_labels"] = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
     if labels is not None:
         full["labels"] = labels
         items = full.get("num_items_in_batch")
         full["num_items_in_batch"] = ((labels != _IGNORED).sum() if items is None else items) / size
     mask = full.pop("attention_mask", None)
-    extent = slice(rank * length // size, (rank + 1) * length // size)
     for name, each in full.items():
         if isinstance(each, torch.Tensor) and each.ndim >= 2 and each.shape[1] == length:
-            full[name] = each[:, extent].contiguous()
+            full[name] = each[:, indices]
     return full if mask is None else {**full, "attention_mask": mask}
 
 
-def _positions(tokens: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+def _positions(tokens: torch.Tensor, padding_idx: int | None, documents: torch.Tensor | None) -> torch.Tensor:
     """Return the positions of full sequences, int64 [1 or batch, length]."""
-    length = tokens.shape[1]
+    batch, length = tokens.shape[:2]
+    if documents is not None:
+        groups = row_groups(documents, batch, length)
+        rows = [
+            torch.cat([torch.arange(stop - start, device="cpu") for start, stop in pairwise(bounds)])
+            for extent, bounds in groups
+            for _ in range(extent.start, extent.stop)
+        ]
+        return torch.stack(rows).to(tokens.device)
     counted = torch.arange(length, dtype=torch.int64, device=tokens.device)[None]
     if padding_idx is None:
         return counted
@@ -90,7 +121,36 @@ def _positions(tokens: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
     return there.cumsum(1) * there + padding_idx
 
 
-def _check(full: Mapping[str, Any], tokens: torch.Tensor, padding_idx: int | None) -> None:
+def _documents(full: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
+    """Return the documents of full sequences, in place of a mask."""
+    mask, documents = full.get("attention_mask"), full.get("cu_seq_lens_q")
+    if mask is not None and mask.ndim != 2:
+        raise ValueError(
+            f"'attention_mask': expected [batch, length] with packed or a ring, got {tuple(mask.shape)}. "
+            "Give documents by position_ids that begin anew."
+        )
+    if documents is None:
+        documents = documents_from_positions(full["position_ids"].expand(tokens.shape[:2]), mask)
+    elif mask is not None and not bool(mask.all()):
+        raise ValueError(
+            "'cu_seq_lens_q': expected no padding with them, got an attention_mask with some. Remove one of "
+            "the two."
+        )
+    row_groups(documents, *tokens.shape[:2])
+    return {"cu_seq_lens_q": documents.to("cpu"), "attention_mask": None}
+
+
+def mask_first_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Return labels [batch, length] with -100 at the first token of each document.
+
+    Another document would predict them.
+    """
+    labels = labels.clone(memory_format=torch.contiguous_format)
+    labels.view(-1)[cu_seqlens[:-1].long().to(labels.device)] = _IGNORED
+    return labels
+
+
+def _check_shapes(full: Mapping[str, Any], tokens: torch.Tensor) -> None:
     batch, length = tokens.shape[:2]
     for name in ("labels", "shift_labels"):
         found = full.get(name)
@@ -112,11 +172,17 @@ def _check(full: Mapping[str, Any], tokens: torch.Tensor, padding_idx: int | Non
             f"'position_ids': expected shape {(batch, length)}, got {tuple(positions.shape)}. Pass the "
             "positions of the full sequence."
         )
+
+
+def _refuse_packed(full: Mapping[str, Any], padding_idx: int | None) -> None:
+    positions, mask = full["position_ids"], full.get("attention_mask")
+    length = positions.shape[1]
     begun = positions.diff() != 1
     if padding_idx is not None:
         begun &= (positions != padding_idx)[:, 1:] & (positions != padding_idx)[:, :-1]
-    if not square and bool(begun.any()):
+    if (mask is None or mask.ndim != 4) and bool(begun.any()):
         raise ValueError(
             "'position_ids': expected ones that increase by 1, got others, as of several sequences in one "
-            f"row. For those, pass an attention_mask {(batch, 1, length, length)} that keeps them apart."
+            "row. For those, pass packed=True, or an attention_mask "
+            f"[batch, 1, {length}, {length}] that keeps them apart."
         )

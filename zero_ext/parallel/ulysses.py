@@ -1,4 +1,7 @@
-"""Exchange sequence shards for full sequences of some heads around attention, and back (Ulysses)."""
+"""Exchange sequence shards for full sequences of some heads around attention, and back (Ulysses).
+
+Ranks that exchange heads may be one of several groups, around which keys and values rotate (ring attention).
+"""
 
 from __future__ import annotations
 
@@ -17,34 +20,47 @@ _HEADS, _LENGTH = 1, 2
 
 
 class SequenceExchange:
-    """The all-to-alls of the ranks along mesh["cp"] around attention; made in a collective call of them.
+    """The transfers of the ranks along mesh["cp"] around attention; made in a collective call of them.
 
-    Every rank has its shard of a sequence with all heads, and attends to the full one with some of them.
+    Every rank has its shard of a sequence with all heads. Groups of cp / ring consecutive ranks exchange
+    heads, after which a rank has its group's shard of the sequence with some of the heads. With ring 1 that
+    is the full sequence. Keys and values rotate over `ring` ranks, one of each group.
 
-    Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
+    Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3; Liu et al., "Ring Attention"
+    (arXiv 2310.01889); Fang and Zhao, "USP" (arXiv 2405.07719), section 4.
 
     Args:
         mesh: has the dimension "cp".
         timeout_seconds: longest wait for the other ranks.
+        ring: number of ranks that keys and values rotate over; a divisor of cp.
 
     Attributes:
         rank: this rank's position along "cp".
         size: number of ranks along "cp".
+        ring: as given.
+        ring_rank: this rank's position in its ring.
+        head_shards: number of ranks that exchange heads, cp / ring.
 
     Raises:
-        ValueError: the mesh has no "cp".
+        ValueError: the mesh has no "cp", or `ring` does not divide it.
     """
 
-    def __init__(self, mesh: DeviceMesh, timeout_seconds: float = 600.0) -> None:
+    def __init__(self, mesh: DeviceMesh, timeout_seconds: float = 600.0, *, ring: int = 1) -> None:
         self.rank, self.size = sequence_rank(mesh)
+        check_ring(ring, self.size)
+        self.ring, self.head_shards = ring, self.size // ring
+        self.ring_rank, head_rank = divmod(self.rank, self.head_shards)
         device = torch.device(mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.accelerator.current_device_index())
         self._collectives = make_collectives(mesh["cp"].get_group(), timeout_seconds, device)
+        first = self.rank - head_rank
+        self._head_group = self._collectives.among(range(first, first + self.head_shards))
+        self._ring_group = self._collectives.among(range(head_rank, self.size, self.head_shards))
 
     @property
     def traffic(self) -> TrafficStats:
-        """Elements and bytes sent so far; the all-to-alls count as "sequence"."""
+        """Elements and bytes sent so far; all-to-alls count as "sequence", rotations as "ring"."""
         return self._collectives.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceExchange:
@@ -87,10 +103,10 @@ class SequenceExchange:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Exchange shards of all heads for full sequences of some heads; differentiable.
 
-        Shapes are the same on all ranks.
+        Shapes are the same on all ranks. With a ring the sequences are the group's shards.
 
-        Fewer heads of keys and values than of queries are repeated until they divide by cp, so that every
-        rank has those of its queries, in order, as many queries to each.
+        Fewer heads of keys and values than of queries are repeated until they divide by cp / ring, so that
+        every rank has those of its queries, in order, as many queries to each.
 
         Args:
             query: [batch, heads, length / cp, head dim].
@@ -98,12 +114,12 @@ class SequenceExchange:
             value: as `key`.
 
         Returns:
-            Query, key and value [batch, heads / cp, length, head dim]; of repeated heads as many as there
-            are.
+            Query, key and value [batch, heads × ring / cp, length / ring, head dim]; of repeated heads as
+            many as there are.
 
         Raises:
-            ValueError: other dimensions, or heads of queries that do not divide by cp or by those of the
-                keys.
+            ValueError: other dimensions, or heads of queries that do not divide by cp / ring or by those of
+                the keys.
         """
         if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
             shapes = [tuple(each.shape) for each in (query, key, value)]
@@ -112,10 +128,11 @@ class SequenceExchange:
                 "Reshape them."
             )
         heads, keys = query.shape[_HEADS], key.shape[_HEADS]
-        if heads % self.size:
+        if heads % self.head_shards:
+            ranks = "'cp'" if self.ring == 1 else "'cp' / ring"
             raise ValueError(
-                f"heads of queries on this rank: expected a multiple of 'cp' ({self.size}), got {heads}. Set "
-                "'cp' to a divisor of them."
+                f"heads of queries on this rank: expected a multiple of {ranks} ({self.head_shards}), got "
+                f"{heads}. Set 'cp' to a divisor of them, or use a longer ring."
             )
         if heads % keys or value.shape[_HEADS] != keys:
             raise ValueError(
@@ -128,7 +145,7 @@ class SequenceExchange:
                 f"to itself alone, got {query.shape[_LENGTH]} and {key.shape[_LENGTH]}. Disable the cache of "
                 "keys."
             )
-        repeats = math.lcm(keys, self.size) // keys
+        repeats = math.lcm(keys, self.head_shards) // keys
         if repeats > 1:
             key, value = (each.repeat_interleave(repeats, _HEADS) for each in (key, value))
         full_query, full_key, full_value = (
@@ -140,7 +157,7 @@ class SequenceExchange:
         """Undo `enter`.
 
         Args:
-            attended: [batch, heads / cp, length, ...].
+            attended: [batch, heads × ring / cp, length / ring, ...].
 
         Returns:
             [batch, heads, length / cp, ...].
@@ -161,7 +178,7 @@ class SequenceExchange:
             raise
 
     def all_to_all(self, tensor: torch.Tensor, gathered: int, split: int) -> torch.Tensor:
-        """Shard one dimension of a tensor over the ranks and gather another.
+        """Shard one dimension of a tensor over the ranks that exchange heads and gather another.
 
         Args:
             tensor: of one shape on all ranks.
@@ -171,12 +188,38 @@ class SequenceExchange:
         Returns:
             A new tensor.
         """
-        sent = torch.stack(tensor.chunk(self.size, split))
+        group = self._head_group
+        sent = torch.stack(tensor.chunk(group.world_size, split))
         received = torch.empty_like(sent)
-        received[self.rank].copy_(sent[self.rank])
+        received[group.rank].copy_(sent[group.rank])
         payloads = received.unbind(), sent.unbind()
-        self._collectives.exchange_payloads(*payloads, "sequence", sent.numel(), "sequence exchange").wait()
+        group.exchange_payloads(*payloads, "sequence", sent.numel(), "sequence exchange").wait()
         return torch.cat(received.unbind(), gathered)
+
+    def rotate(self, tensor: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+        """Start to send a tensor to the next rank of the ring, and to receive that of the rank before.
+
+        Args:
+            tensor: contiguous, of one shape on all ranks. It must not change before the wait.
+            label: names the transfer in errors, the same on all ranks.
+
+        Returns:
+            A function that waits for the transfer and returns the other rank's tensor. In a ring of one rank
+            that is `tensor`.
+        """
+        if self.ring == 1:
+            return lambda: tensor
+        empty = tensor.view(-1)[:0]
+        received, receives, sends = torch.empty_like(tensor), [empty] * self.ring, [empty] * self.ring
+        sends[(self.ring_rank + 1) % self.ring] = tensor
+        receives[self.ring_rank - 1] = received
+        pending = self._ring_group.exchange(receives, sends, "ring", tensor.numel(), label)
+
+        def wait() -> torch.Tensor:
+            pending.wait()
+            return received
+
+        return wait
 
 
 class _Move(torch.autograd.Function):
@@ -197,7 +240,7 @@ class _Move(torch.autograd.Function):
 
 @torch._dynamo.disable
 def _moved(tensor: torch.Tensor, exchange: SequenceExchange, gathered: int, split: int) -> torch.Tensor:
-    if exchange.size == 1:
+    if exchange.head_shards == 1:
         return tensor
     moved: torch.Tensor = _Move.apply(tensor, exchange, gathered, split)
     return moved
@@ -215,6 +258,15 @@ def sequence_rank(mesh: DeviceMesh) -> tuple[int, int]:
             "zero_ext.parallel.make_mesh(cp=...)."
         )
     return mesh["cp"].get_local_rank(), mesh["cp"].size()
+
+
+def check_ring(ring: int, ranks: int) -> None:
+    """Raise ``ValueError`` unless ``ring`` divides the number of ranks along "cp"."""
+    if isinstance(ring, bool) or not isinstance(ring, int) or ring < 1 or ranks % ring:
+        raise ValueError(
+            f"ring: expected a divisor of 'cp' ({ranks}), got {ring!r}. Pass the number of ranks that keys "
+            "and values rotate over."
+        )
 
 
 class SequenceAttention:

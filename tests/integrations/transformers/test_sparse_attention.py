@@ -285,7 +285,7 @@ def test_what_cannot_be_sparse_is_refused() -> None:
     ids = batch()["input_ids"]
     with pytest.raises(ValueError, match="Use a DynamicCache"):
         model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
-    with pytest.raises(ValueError, match="packed sequences"):
+    with pytest.raises(ValueError, match="position_ids that begin anew"):
         packed = torch.cat((torch.arange(20), torch.arange(LENGTH - 20)))[None].expand(2, -1)
         model(input_ids=ids, position_ids=packed, use_cache=False)
     with pytest.raises(ValueError, match="output_attentions"):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         extend_position_embedding,
         sparsify_attention,
     )
+    from zero_ext.integrations.transformers.document_interface import apply_document_attention
     from zero_ext.integrations.transformers.pretrained import from_pretrained
     from zero_ext.integrations.transformers.shard_trainers import shard_all_trainers, shard_trainer
     from zero_ext.integrations.transformers.trainer import ZeroTrainer, ZeroTrainerMixin
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ZeroTrainer",
     "ZeroTrainerMixin",
+    "apply_document_attention",
     "extend_position_embedding",
     "from_pretrained",
     "shard_all_trainers",
@@ -31,6 +33,7 @@ _PACKAGE = "zero_ext.integrations.transformers"
 _MODULES = {
     "ZeroTrainer": f"{_PACKAGE}.trainer",
     "ZeroTrainerMixin": f"{_PACKAGE}.trainer",
+    "apply_document_attention": f"{_PACKAGE}.document_interface",
     "extend_position_embedding": f"{_PACKAGE}.attention_interface",
     "from_pretrained": f"{_PACKAGE}.pretrained",
     "shard_all_trainers": f"{_PACKAGE}.shard_trainers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -100,8 +101,31 @@ def exchange_attention(model: PreTrainedModel, sparse: SparseSelfAttention) -> N
     if attentions:
         model.set_attn_implementation(NAME)
     _exchange_bloom(model)
+    model.register_forward_pre_hook(_refuse_documents, with_kwargs=True)
     for module in (*attentions, *blooms):
         module.sparse_attention = sparse
+
+
+def _refuse_documents(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for packed rows, as no layout keeps documents apart.
+
+    transformers looks for packed rows only where there is neither a mask nor a cache.
+    """
+    if model.config._attn_implementation not in (NAME, ALIBI_NAME):
+        return
+    inputs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if positions is None or positions.ndim != 2 or (mask is not None and mask.ndim != 2):
+        return
+    begins = positions.diff() != 1
+    if mask is not None:  # positions of padding mean nothing
+        attended = mask[:, -positions.shape[1] :].bool()
+        begins = begins & attended[:, 1:] & attended[:, :-1]
+    if bool(begins.any()):
+        raise ValueError(
+            f"{type(model).__name__}: expected one sequence per row under sparse attention, got position_ids "
+            "that begin anew. Pass one sequence per row, or call apply_document_attention on a dense model."
+        )
 
 
 def exchangeable_attention(
@@ -129,7 +153,7 @@ def exchangeable_attention(
                 f"{name}: its sequences are sharded already. Make its attention sparse first, then call "
                 "apply_sequence_parallel."
             )
-        _refuse_what_stays_dense(model)
+        check_full_attention(model)
     return attentions, blooms
 
 
@@ -149,7 +173,8 @@ def is_cross(module: torch.nn.Module) -> bool:
     return getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
 
 
-def _refuse_what_stays_dense(model: PreTrainedModel) -> None:
+def check_full_attention(model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` unless all layers attend to the full sequence, through the registry."""
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zlib
 from typing import Any
 
 import torch
@@ -13,14 +14,22 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_ext.integrations.transformers.attention_interface import is_cross, registry_attentions
+from zero_ext.attention.packed_documents import row_groups
+from zero_ext.integrations.transformers.attention_interface import (
+    check_full_attention,
+    is_cross,
+    registry_attentions,
+)
+from zero_ext.integrations.transformers.document_interface import NAME as DOCUMENTS
+from zero_ext.integrations.transformers.document_interface import checked_documents
+from zero_ext.parallel.ring import RingAttention, shard_positions
 from zero_ext.parallel.ulysses import SequenceExchange, sequence_rank
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _OF_HEADS = ("position_bias", "s_aux", "head_mask")  # given to attention for all heads
 
 
-def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def check_sequences(model: PreTrainedModel, mesh: DeviceMesh, ring: int) -> None:
     """Raise ``ValueError`` unless a model's attention may see sequences that lie over ranks; see
     :func:`zero_ext.integrations.apply_sequence_parallel`."""
     config: Any = model.config
@@ -59,15 +68,21 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             f"attention: expected one of transformers' registries, got {attention!r}. Call "
             "model.set_attn_implementation('sdpa') first."
         )
-    ranks = sequence_rank(mesh)[1]
+    elif ring > 1 and attention not in ("sdpa", DOCUMENTS):
+        problem = f"attention: expected 'sdpa' or {DOCUMENTS!r} with a ring, got {attention!r}. Pass ring=1."
+    ranks = sequence_rank(mesh)[1] // ring
     tensors = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
     heads = getattr(config, "num_attention_heads", None)
     if not problem and isinstance(heads, int) and heads % (ranks * tensors):
+        name = "cp" if ring == 1 else "cp / ring"
         problem = (
-            f"expected heads divisible by cp {ranks} × tp {tensors}, got {heads}. Choose divisors of {heads}."
+            f"expected heads divisible by {name} {ranks} × tp {tensors}, got {heads}. Choose divisors of "
+            f"{heads}."
         )
     if problem:
         raise ValueError(f"{type(model).__name__}: {problem}")
+    if ring > 1:
+        check_full_attention(model)
 
 
 def _by_length(config: Any) -> str:
@@ -95,20 +110,24 @@ def _padding_positions(model: torch.nn.Module) -> int | None:
 def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> None:
     """Put ``exchange`` around the attention of a model. No other model may hold its configuration."""
     inner = model.config._attn_implementation
-    name = f"zero_ext_sequence_{exchange.size}_{inner}"
-    ALL_ATTENTION_FUNCTIONS.register(name, functools.partial(_attend, inner))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, functools.partial(_mask, inner, exchange.size))
+    name = f"zero_ext_sequence_{exchange.size}_{exchange.ring}_{inner}"
+    attend = functools.partial(_attend, inner) if exchange.ring == 1 else _attend_in_rings
+    ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    # Ranks in a ring get documents in place of masks.
+    masks = inner if exchange.ring == 1 else DOCUMENTS
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, functools.partial(_mask, masks, exchange.size))
     model.set_attn_implementation(name)
     attentions: list[Any] = registry_attentions(model)
     for module in attentions:
         module.sequence_exchange = exchange
     parameters = list(inspect.signature(model.forward).parameters)
     masked, padding = _is_masked(model), _padding_positions(model)
+    documents = exchange.ring > 1 or inner == DOCUMENTS
 
     def check(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = dict(zip(parameters, args, strict=False)) | kwargs
         present = {name: value for name, value in inputs.items() if value is not None}
-        _agree(exchange, present, masked, padding)
+        _agree(exchange, present, masked, padding, documents)
 
     model.register_forward_pre_hook(check, with_kwargs=True)
     if masked:
@@ -137,9 +156,16 @@ def _sum_masked_losses(model: Any, parameters: list[str]) -> None:
     model.forward = with_loss
 
 
-def _agree(exchange: SequenceExchange, inputs: dict[str, Any], masked: bool, padding: int | None) -> None:
+def _agree(
+    exchange: SequenceExchange,
+    inputs: dict[str, Any],
+    masked: bool,
+    padding: int | None,
+    documents: bool,
+) -> None:
     """Raise ``ValueError`` on all ranks unless all give parts of one batch. ``masked`` models have labels of
-    tokens where they are, and some count positions from that of ``padding``."""
+    tokens where they are, and some count positions from that of ``padding``. Attention of some is within
+    ``documents``."""
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if tokens is None:
         problem = "inputs: expected input_ids or inputs_embeds, got neither. Pass one of them."
@@ -174,10 +200,13 @@ def _agree(exchange: SequenceExchange, inputs: dict[str, Any], masked: bool, pad
         problem = f"attention_mask: expected all {length} tokens of the sequence, got {seen}"
     elif square and seen[1:3] != (1, length):
         problem = f"attention_mask: expected [batch, 1, {length}, {length}], got {seen}"
+    elif documents or "cu_seq_lens_q" in inputs:
+        problem, fix = _document_problem(exchange, inputs, documents, tokens.shape[:2])
     elif padding is None and not square and find_packed_sequence_indices(positions) is not None:
         problem = (
             "position_ids: they begin anew (packed sequences), which needs an attention_mask of 4 dimensions"
         )
+        fix = "Pass one, or call apply_document_attention(model) before apply_sequence_parallel."
     elif cache is not None and cache.get_seq_length():
         problem = (
             f"past_key_values: expected no tokens, got {cache.get_seq_length()}, and sharded sequences do "
@@ -186,7 +215,39 @@ def _agree(exchange: SequenceExchange, inputs: dict[str, Any], masked: bool, pad
         fix = "Generate with the model before its sequences are sharded."
     if problem:
         problem += f". {fix}"
-    exchange.agree(tokens.shape[:2], "batch and length", problem)
+    bounds = inputs["cu_seq_lens_q"].tolist() if documents and not problem else []
+    numbers = (*tokens.shape[:2], zlib.crc32(repr(bounds).encode()))
+    exchange.agree(numbers, "batch, length and a hash of the documents", problem)
+
+
+def _document_problem(
+    exchange: SequenceExchange, inputs: dict[str, Any], documents: bool, shape: torch.Size
+) -> tuple[str, str]:
+    """Return the problem of documents, or of positions that do not increase with the tokens in one, and its
+    fix. The problem is empty if there is none."""
+    batch, length = shape[0], shape[1] * exchange.size
+    bounds, positions, mask = (
+        inputs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask")
+    )
+    fix = f"Give shard_batch ring={exchange.ring}, and packed=True for packed rows."
+    if not documents:
+        problem = "cu_seq_lens_q: expected none, as attention of this model is over full rows, got some"
+        return problem, "Call apply_document_attention(model) before apply_sequence_parallel."
+    if mask is not None:
+        seen = tuple(mask.shape)
+        return f"attention_mask: expected none, as documents say what is padding, got {seen}", fix
+    if bounds is None or positions is None:
+        return "cu_seq_lens_q: expected the documents of the full batch, got none", fix
+    try:
+        row_groups(bounds, batch, length)
+        tokens = shard_positions(length, exchange.rank, exchange.size, exchange.ring)
+    except (TypeError, ValueError) as error:
+        return str(error).rstrip("."), fix
+    rows = torch.arange(batch, device="cpu")[:, None] * length
+    document = torch.bucketize(rows + tokens, bounds.to("cpu", torch.int64), right=True)
+    if bool(((document.diff() == 0) & (positions.to("cpu").diff() != tokens.diff())).any()):
+        return "position_ids: expected ones that increase by 1 per token within a document, got others", fix
+    return "", fix
 
 
 class _Regrouped:
@@ -212,12 +273,7 @@ def _attend(
     """Return what transformers calls: [batch, heads, length / cp, head dim] in, [batch, length / cp, heads,
     head dim] out.
     """
-    exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
-    if exchange is None:
-        raise RuntimeError(
-            f"{type(module).__name__}: its attention exchanges sequences between ranks, but it has no mesh. "
-            "Call apply_sequence_parallel(model, mesh)."
-        )
+    exchange = _exchange_of(module)
     for name in _OF_HEADS:
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -232,6 +288,40 @@ def _attend(
     with exchange.abort_on_error():
         found, _ = ALL_ATTENTION_FUNCTIONS[inner](module, *full, attention_mask, **kwargs)
     return exchange.leave(found.transpose(1, 2)).transpose(1, 2).contiguous(), None
+
+
+def _attend_in_rings(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what transformers calls, as :func:`_attend`."""
+    exchange = _exchange_of(module)
+    documents = checked_documents(module, attention_mask, kwargs)
+    if dropout:
+        raise ValueError(
+            f"{type(module).__name__}: expected no dropout of attention in a ring, got {dropout}. Set it to "
+            "0 in the model's configuration."
+        )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    found = RingAttention(exchange).attend(query, key, value, documents, is_causal=causal, scale=scaling)
+    return found.transpose(1, 2).contiguous(), None
+
+
+def _exchange_of(module: Any) -> SequenceExchange:
+    exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
+    if exchange is None:
+        raise RuntimeError(
+            f"{type(module).__name__}: its attention exchanges sequences between ranks, but it has no mesh. "
+            "Call apply_sequence_parallel(model, mesh)."
+        )
+    return exchange
 
 
 def _mask(

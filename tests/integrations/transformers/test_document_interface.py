@@ -1,0 +1,246 @@
+"""Packed rows in models of transformers: each document as a sequence of its own, also over ranks."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.transformers.beside_one_process import assert_steps_as_alone
+from tests.integrations.transformers.models import VOCABULARY, enter, gpt2, llama
+from tests.integrations.transformers.test_sequence_interface import LENGTH, masked, mesh_of, mistral
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.attention import documents_from_positions
+from zero_ext.integrations import apply_sequence_parallel
+from zero_ext.integrations.transformers import apply_document_attention, sparsify_attention
+from zero_ext.parallel import shard_batch
+
+STEPS, ROWS = 2, 2
+# One document crosses every cut between ranks, and one begins exactly at a cut.
+BOUNDS = [0, 7, 32, 61, 64, 96, 97, 128]
+SPARSE = {"mode": "local_sliding_window", "block": 16, "num_sliding_window_blocks": 3}
+KINDS: dict[str, Any] = {
+    "llama": llama,
+    "gpt2": partial(gpt2, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+}
+
+
+def packed_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    words = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    counted = torch.rand(ROWS, LENGTH, generator=generator) < torch.linspace(1, 0.1, LENGTH)
+    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(BOUNDS)])
+    return {
+        "input_ids": words,
+        "labels": torch.where(counted, words, -100),
+        "position_ids": positions.view(ROWS, LENGTH),
+    }
+
+
+def loss_of_documents(model: Any, batch: dict[str, torch.Tensor], shifts: bool = True) -> torch.Tensor:
+    """The mean over all tokens with labels, from a forward of each document alone."""
+    losses, count = [], 0
+    for start, stop in pairwise(BOUNDS):
+        words, labels = (batch[name].flatten()[start:stop] for name in ("input_ids", "labels"))
+        scores = model(words[None]).logits[0]
+        scores, labels = (scores[:-1], labels[1:]) if shifts else (scores, labels)
+        losses.append(torch.nn.functional.cross_entropy(scores, labels, reduction="sum"))
+        count += int((labels != -100).sum())
+    return torch.stack(losses).sum() / count
+
+
+def packed_loss(model: Any, mesh: Any, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+    if mesh["cp"].size() == 1:
+        return model(**batch).loss
+    return model(**shard_batch(batch, mesh, packed=True, **options)).loss
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("cp", "ring", "stage", "kind", "changes"),
+    [
+        (2, 1, 0, "llama", {}),
+        (4, 1, 3, "gpt2", {}),
+        (4, 4, 0, "llama", {"num_attention_heads": 1, "num_key_value_heads": 1}),
+        (4, 2, 3, "llama", {"num_attention_heads": 2, "num_key_value_heads": 1, "checkpoints": True}),
+        (2, 2, 2, "gpt2", {}),
+    ],
+    ids=str,
+)
+def test_steps_over_ranks_are_those_of_documents_alone(
+    world: World, cp: int, ring: int, stage: int, kind: str, changes: dict[str, Any]
+) -> None:
+    enter(world)
+    mesh, sizes = mesh_of(4 // cp, cp), dict(changes)
+    checkpoints = sizes.pop("checkpoints", False)
+    model, reference = (KINDS[kind](world.seed, **sizes) for _ in range(2))
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    if ring == 1:
+        apply_document_attention(model)
+    exchange = apply_sequence_parallel(model, mesh, ring=ring)
+    generator = torch.Generator().manual_seed(world.seed)
+    batches = [packed_batch(generator) for _ in range(STEPS)]
+    losses = [
+        (partial(packed_loss, mesh=mesh, batch=each, ring=ring), partial(loss_of_documents, batch=each))
+        for each in batches
+    ]
+    assert_steps_as_alone(world, mesh, model, reference, stage, losses)
+    assert bool(exchange.traffic.bytes_sent["ring"]) == (ring > 1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_steps_of_replicas_are_those_of_documents_alone(world: World, kind: str) -> None:
+    enter(world)
+    mesh, model, reference = mesh_of(2, 1), KINDS[kind](world.seed), KINDS[kind](world.seed)
+    apply_document_attention(model)
+    generator = torch.Generator().manual_seed(world.seed)
+    batches = [packed_batch(generator) for _ in range(STEPS)]
+    losses = [
+        (partial(packed_loss, mesh=mesh, batch=each), partial(loss_of_documents, batch=each))
+        for each in batches
+    ]
+    assert_steps_as_alone(world, mesh, model, reference, 3, losses)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ring", [1, 2])
+def test_masked_words_over_ranks(world: World, ring: int) -> None:
+    """Every token sees its full document, and none of another."""
+    enter(world)
+    mesh, model, reference = mesh_of(1, 2), masked("bert", world.seed), masked("bert", world.seed)
+    apply_document_attention(model)
+    apply_sequence_parallel(model, mesh, ring=ring)
+    generator = torch.Generator().manual_seed(world.seed)
+    batch = packed_batch(generator)
+    loss = partial(packed_loss, mesh=mesh, batch=batch, ring=ring, shift_labels=False)
+    assert_steps_as_alone(
+        world, mesh, model, reference, 0, [(loss, partial(loss_of_documents, batch=batch, shifts=False))]
+    )
+
+
+@on_ranks(1)
+def test_a_document_changes_no_other_loss_by_one_bit(world: World) -> None:
+    enter(world)
+    model, batch = llama(world.seed), packed_batch(torch.Generator().manual_seed(world.seed))
+    apply_document_attention(model)
+
+    def losses() -> torch.Tensor:
+        scores = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        return torch.nn.functional.cross_entropy(
+            scores.flatten(0, 1), batch["input_ids"].roll(-1).flatten(), reduction="none"
+        )
+
+    document = documents_from_positions(batch["position_ids"]).tolist()
+    assert document == BOUNDS
+    before = losses()
+    for start, stop in pairwise(BOUNDS):
+        original = batch["input_ids"].clone()
+        batch["input_ids"].view(-1)[start:stop] = (original.view(-1)[start:stop] + 1) % VOCABULARY
+        after, unchanged = losses(), torch.ones(ROWS * LENGTH, dtype=torch.bool)
+        # The token before is compared with a label of this document.
+        unchanged[[start - 1, *range(start, stop)]] = False
+        assert torch.equal(after[unchanged], before[unchanged])
+        assert not torch.equal(after[start:stop], before[start:stop])
+        batch["input_ids"] = original
+
+
+@on_ranks(1)
+def test_labels_of_first_tokens_do_not_count(world: World) -> None:
+    enter(world)
+    model, batch = llama(world.seed), packed_batch(torch.Generator().manual_seed(world.seed))
+    apply_document_attention(model)
+    batch["labels"] = batch["input_ids"].clone()
+    before = model(**batch).loss
+    batch["labels"].view(-1)[BOUNDS[:-1]] = 1
+    assert torch.equal(model(**batch).loss, before)
+    torch.testing.assert_close(before, loss_of_documents(llama(world.seed), batch))
+
+
+@on_ranks(1)
+def test_documents_among_the_inputs_and_rows_with_padding(world: World) -> None:
+    enter(world)
+    model, reference = llama(world.seed), llama(world.seed)
+    apply_document_attention(model)
+    batch = packed_batch(torch.Generator().manual_seed(world.seed))
+    words, positions = batch["input_ids"], batch["position_ids"]
+    wanted = model(words, position_ids=positions).logits
+    found = model(words, None, positions, cu_seq_lens_q=torch.tensor(BOUNDS)).logits
+    assert torch.equal(found, wanted)
+    attended = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+    attended[0, 40:], attended[1, :9] = 0, 0
+    found, alone = (each(words, attention_mask=attended).logits for each in (model, reference))
+    torch.testing.assert_close(found[attended > 0], alone[attended > 0])
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(model(words).logits, reference(words).logits)
+
+
+@on_ranks(1)
+def test_refusals(world: World) -> None:
+    enter(world)
+    sparse = llama(world.seed)
+    sparsify_attention(sparse, SPARSE)
+    for model, message in (
+        (sparse, "expected dense attention, got a sparse layout"),
+        (mistral(world.seed), "expected full attention in all layers"),
+        (gpt2(world.seed, add_cross_attention=True), "it has cross-attention"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            apply_document_attention(model)
+    batch = packed_batch(torch.Generator().manual_seed(world.seed))
+    ones = torch.ones_like(batch["input_ids"])
+    for mask in (None, ones):
+        with pytest.raises(ValueError, match="one sequence per row"):
+            sparse(**batch, attention_mask=mask)
+    model = llama(world.seed)
+    apply_document_attention(model)
+    model.train(False)
+    with pytest.raises(ValueError, match="packed documents do not support generation"):
+        model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="position_ids and attention_mask: expected both"):
+        model(batch["input_ids"], attention_mask=ones[:, None, None].expand(ROWS, 1, LENGTH, LENGTH))
+    with pytest.raises(ValueError, match="cu_seqlens: expected 128 at the end"):
+        model(batch["input_ids"], cu_seq_lens_q=torch.tensor([0, 64]))
+    with pytest.raises(ValueError, match="expected cu_seq_lens_q from the model's forward"):
+        model.model(batch["input_ids"])
+
+
+@on_ranks(2)
+def test_shards_that_would_leak_are_refused_by_all_ranks(world: World) -> None:
+    enter(world)
+    mesh, batch = mesh_of(1, 2), packed_batch(torch.Generator().manual_seed(world.seed))
+    plain, documents, ring = (llama(world.seed) for _ in range(3))
+    apply_document_attention(documents)
+    apply_sequence_parallel(plain, mesh)
+    apply_sequence_parallel(documents, mesh)
+    apply_sequence_parallel(ring, mesh, ring=2)
+    rows = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+    theirs = "rank 0 of 'cp': it refused its shard of the sequence"
+    for model, shard, message in (
+        (plain, shard_batch(batch, mesh, packed=True), "attention of this model is over full rows"),
+        (documents, shard_batch(rows, mesh), "cu_seq_lens_q: expected the documents of the full batch"),
+        (ring, shard_batch(rows, mesh), "cu_seq_lens_q: expected the documents of the full batch"),
+        (ring, shard_batch(rows, mesh, packed=True), "position_ids: expected ones that increase by 1"),
+        (documents, shard_batch(rows, mesh, ring=2), "position_ids: expected ones that increase by 1"),
+        (
+            documents,
+            {**shard_batch(batch, mesh, packed=True), "attention_mask": torch.ones(ROWS, LENGTH)},
+            "attention_mask: expected none, as documents say what is padding",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"{re.escape(message)}|{re.escape(theirs)}"):
+            model(**shard)
+    for sparse_or_dropout, message in ((True, "expected dense attention with a ring"), (False, "dropout")):
+        model = llama(world.seed, attention_dropout=0.1)
+        if sparse_or_dropout:
+            sparsify_attention(model, SPARSE)
+        with pytest.raises(ValueError, match=message):
+            apply_sequence_parallel(model, mesh, ring=2)
+            model.train()(**shard_batch(rows, mesh, ring=2))
+    with pytest.raises(ValueError, match="expected full attention in all layers"):
+        apply_sequence_parallel(mistral(world.seed), mesh, ring=2)

@@ -1,0 +1,192 @@
+"""Packed sequences in Hugging Face models: attention within documents, through transformers' registry."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from zero_ext.attention import SparseSelfAttention, document_attention, documents_from_positions
+from zero_ext.integrations.transformers.attention_interface import (
+    check_full_attention,
+    is_cross,
+    own_configurations,
+    registry_attentions,
+)
+from zero_ext.parallel.batch_sharding import mask_first_labels
+
+NAME = "zero_ext_documents"
+UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "head_mask", "position_bias")
+
+
+def apply_document_attention(model: PreTrainedModel) -> None:
+    """Make a model attend within the documents of packed rows, in place.
+
+    Documents are those of `cu_seq_lens_q` in the model's inputs, or else begin where `position_ids` do not
+    increase by 1. No mask of tokens × tokens is made. Padding at the start or end of a document, given by an
+    `attention_mask` [batch, length], is no part of it. A model that predicts the next token ignores `labels`
+    of a document's first token, which another document would predict.
+
+    Call it before [`apply_sequence_parallel`][zero_ext.integrations.apply_sequence_parallel] and
+    [`prepare`][zero_ext.prepare]. `model.set_attn_implementation("sdpa")` undoes it, as generation needs.
+
+    Args:
+        model: any model that looks its attention up in transformers' registry.
+
+    Raises:
+        ValueError: the model has cross-attention, sparse attention, windows, attention of its own, or a
+            forward without further keyword arguments; or its sequences are sharded already. Nothing was
+            changed.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from zero_ext.integrations.transformers import apply_document_attention
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes))
+        >>> apply_document_attention(model)
+        >>> words, positions = torch.arange(6)[None], torch.tensor([[0, 1, 2, 3, 0, 1]])
+        >>> model(words, position_ids=positions).logits.shape
+        torch.Size([1, 6, 50])
+    """
+    attentions: list[Any] = registry_attentions(model)
+    forward = inspect.signature(model.forward).parameters
+    problem: str | None = None
+    if not attentions:
+        problem = (
+            "expected attention from transformers' registry, got its own. Call document_attention in it."
+        )
+    elif getattr(model.config, "is_encoder_decoder", False) or any(map(is_cross, attentions)):
+        problem = "it has cross-attention to another sequence. Pass its encoder or decoder alone."
+    elif any(hasattr(module, "sequence_exchange") for module in attentions):
+        problem = "its sequences are sharded already. Call apply_document_attention first."
+    elif any(
+        hasattr(module, "sparse_attention") or isinstance(module, SparseSelfAttention)
+        for module in model.modules()
+    ):
+        problem = "expected dense attention, got a sparse layout. Use one of the two."
+    elif all(each.kind != inspect.Parameter.VAR_KEYWORD for each in forward.values()):
+        problem = "expected a forward with further keyword arguments, got none. Use another model."
+    if problem:
+        raise ValueError(f"{type(model).__name__}: {problem}")
+    check_full_attention(model)
+    own_configurations(model)
+    model.set_attn_implementation(NAME)
+    hook = functools.partial(_add_documents, list(forward), model.can_generate())
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _add_documents(
+    parameters: list[str], predicts_next: bool, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]] | None:
+    """Add the documents to a model's inputs. Sharded sequences have another attention, and theirs already."""
+    if model.config._attn_implementation != NAME:
+        return None
+    inputs = dict(zip(parameters, args, strict=False)) | kwargs
+    tokens = inputs.get("input_ids")
+    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None:
+        return None
+    cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
+    documents, labels = inputs.get("cu_seq_lens_q"), inputs.get("labels")
+    if cache is not None and cache.get_seq_length():
+        raise ValueError(
+            f"past_key_values: expected no tokens, got {cache.get_seq_length()}: packed documents do not "
+            "support generation. Call model.set_attn_implementation('sdpa') first."
+        )
+    if documents is None:
+        documents = _documents(inputs.get("position_ids"), mask, tokens.shape[:2])
+    elif mask is not None and not bool(mask.all()):
+        raise ValueError(
+            "cu_seq_lens_q: expected no padding with them, got an attention_mask with some. Remove one "
+            "of the two."
+        )
+    inputs |= {"cu_seq_lens_q": documents, "attention_mask": None}
+    if labels is not None and predicts_next and inputs.get("shift_labels") is None:
+        inputs["labels"] = mask_first_labels(labels, documents)
+    return (), inputs
+
+
+def _documents(positions: torch.Tensor | None, mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+    if positions is None:
+        positions = torch.arange(shape[1], dtype=torch.int64, device="cpu")[None]
+        mask = None if mask is None else mask.to("cpu")
+    if positions.ndim != 2:
+        raise ValueError(
+            f"position_ids: expected [batch, length], got {tuple(positions.shape)}. Pass one position per "
+            "token."
+        )
+    return documents_from_positions(positions.expand(shape), mask)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what transformers calls: [batch, heads, length, head dim] in, [batch, length, heads, head dim]
+    out.
+    """
+    documents = checked_documents(module, attention_mask, kwargs)
+    found = document_attention(
+        query,
+        key,
+        value,
+        documents,
+        is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return found.transpose(1, 2).contiguous(), None
+
+
+def checked_documents(
+    module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Return the documents among the arguments of attention; ``ValueError`` for what does not go with them.
+
+    Args:
+        module: asks for attention.
+        mask: given to it.
+        kwargs: the other arguments.
+    """
+    name, documents = type(module).__name__, kwargs.get("cu_seq_lens_q")
+    for other in UNSUPPORTED:
+        if kwargs.get(other) is not None:
+            raise ValueError(
+                f"{name}: attention within documents does not support {other}. Use a model without it."
+            )
+    if mask is not None:
+        raise ValueError(
+            f"{name}: expected no mask of tokens × tokens, got {tuple(mask.shape)}. Give documents by "
+            "position_ids that begin anew."
+        )
+    if documents is None:
+        raise ValueError(
+            f"{name}: expected cu_seq_lens_q from the model's forward, got none. Call "
+            "apply_document_attention(model) on the model that is called, and use one that passes keyword "
+            "arguments on to its attention."
+        )
+    return documents
+
+
+def _mask(*_: Any, **more: Any) -> torch.Tensor | None:
+    """Return no mask: documents say what is attended to. One that a model has nevertheless is refused."""
+    mask: torch.Tensor | None = more.get("attention_mask")
+    return mask
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
