@@ -13,7 +13,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.optim.full_tensors.test_muon import TIERS, plain, sharded
 from tests.parallel.training import shared_folder
-from tests.zero.training import check_same, configuration, prepared
+from tests.zero.training import check_same, prepared
 from zero_ext.zero import engine_of
 
 STEPS = 3
