@@ -56,8 +56,10 @@ def test_operations_of_an_iteration(shape: tuple[int, ...]) -> None:
 
 
 def test_memory_is_bounded_by_waves() -> None:
-    def planned(blocks: int) -> int:
-        return full_tensor_step_bytes([25_000_000] * blocks, 8, (4096, 11008))
+    def planned(blocks: int, direction_bytes: int = 2) -> int:
+        return full_tensor_step_bytes([25_000_000] * blocks, 8, (4096, 11008), direction_bytes)
 
-    assert planned(32) == planned(400) > planned(1) > full_tensor_step_bytes([25_000_000], 1, (4096, 11008))
-    assert full_tensor_step_bytes([], 8, (4096, 11008)) == full_tensor_step_bytes([64], 8, (0, 0)) == 0
+    alone = full_tensor_step_bytes([25_000_000], 1, (4096, 11008), 2)
+    assert planned(32) == planned(400) > planned(1) > alone
+    assert planned(32, 4) == 2 * planned(32)
+    assert full_tensor_step_bytes([], 8, (4096, 11008), 2) == full_tensor_step_bytes([64], 8, (0, 0), 2) == 0

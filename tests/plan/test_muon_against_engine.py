@@ -29,7 +29,7 @@ from zero_ext.plan.simulation.run_memory import memory_needs
 from zero_ext.plan.simulation.simulate import estimate_step
 from zero_ext.zero import Engine, engine_of
 
-OPTIMIZER = {"optimizer": {"type": "Muon"}}
+NOT_DELAYED = [each for each in PLACEMENTS if each[1].get("update_mode") != "delayed"]
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def trained(world: World, found: ModelSpec, config: dict[str, Any]) -> tuple[Engine, int]:
+def trained(world: World, found: ModelSpec, config: dict[str, Any], ns_dtype: str) -> tuple[Engine, int]:
     """The engine after two steps, and the operations of this rank in the last update."""
     torch.manual_seed(0)
     model = Decoder(found.shape)
     assert sum(parameter.numel() for parameter in model.parameters()) == found.parameters
-    optimizer = zero_ext.Muon(model.parameters(), lr=1e-3, module=model)
+    optimizer = zero_ext.Muon(model.parameters(), lr=1e-3, ns_dtype=ns_dtype, module=model)
     model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
     for _ in range(2):
         with FlopCounterMode(display=False) as counter:
@@ -60,15 +60,17 @@ def trained(world: World, found: ModelSpec, config: dict[str, Any]) -> tuple[Eng
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize(
-    ("stage", "tiers"), [each for each in PLACEMENTS if each[1].get("update_mode") != "delayed"]
+    ("stage", "tiers", "ns_dtype"),
+    [*((*each, "bf16") for each in NOT_DELAYED), (2, {}, "fp32"), (3, {"optimizer": "host"}, "fp32")],
 )
 def test_a_real_run_holds_sends_and_computes_what_was_planned(
-    world: World, stage: int, tiers: dict[str, str], folder: str
+    world: World, stage: int, tiers: dict[str, str], ns_dtype: str, folder: str
 ) -> None:
     found = planned(128, 4, 700, 32, tied=False)
     config = configuration(stage, tiers, 1, folder)
-    engine, flops = trained(world, found, config)
-    training = Training.of_config(config | OPTIMIZER, world.size)
+    engine, flops = trained(world, found, config, ns_dtype)
+    optimizer = {"type": "Muon", "params": {"ns_dtype": ns_dtype}}
+    training = Training.of_config(config | {"optimizer": optimizer}, world.size)
     needs = memory_needs(found.full_cost, training, MACHINE)
     padding = 0.0 if training.placement.params else 0.01
     for tier, kinds in engine.memory_by_tier().items():
@@ -94,7 +96,7 @@ def test_a_real_run_holds_sends_and_computes_what_was_planned(
     assert sum(by_rank) == once * (1 if stage else world.size)
     assert simulate(found.full_cost, training, MACHINE).optimizer_flops == max(by_rank)
 
-    # To the owners and back, in bf16. Ranks differ.
+    # To the owners and back, in the dtype of the iterations. Ranks differ.
     counted = engine.traffic.last_bytes_sent
     sent = sum(nbytes for kind, nbytes in counted.items() if kind != "scalars")
     total = world.size * estimate_step(found.full_cost, training, MACHINE).sent

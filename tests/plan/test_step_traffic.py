@@ -28,7 +28,7 @@ from zero_ext.plan import (
     secondary_bytes,
     step_bytes,
 )
-from zero_ext.plan.step_traffic import matrices_sent
+from zero_ext.plan.step_traffic import lines_sent, matrices_sent
 from zero_ext.zero import Engine, engine_of
 
 SETTINGS = (
@@ -310,7 +310,14 @@ def test_bytes_of_matrices_to_owners_and_back() -> None:
     # Of 96 elements on 4 ranks three quarters belong to others: 2 bytes out and 2 bytes back.
     assert matrices_sent(72, 4) == Sent(4 * 96 // 4 * 3 // 4, 0)
     assert matrices_sent(72, 4, 2) == Sent(72, 48)  # two of the three others are in the other node
+    assert matrices_sent(72, 4, 2, "fp32") == Sent(144, 96)
     assert matrices_sent(0, 1) == Sent()
+
+
+def test_bytes_of_sums_over_rows_and_columns() -> None:
+    # 10 float64 numbers to each of the others.
+    assert lines_sent(10, 4) == Sent(240, 0) and lines_sent(10, 4, 2) == Sent(240, 160)
+    assert lines_sent(10, 1) == Sent()
 
 
 def test_ranks_that_do_not_fill_their_nodes() -> None:

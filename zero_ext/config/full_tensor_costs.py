@@ -6,7 +6,11 @@ import heapq
 import math
 from collections.abc import Sequence
 
-DIRECTION_BYTES = 2  # of an element on its way to the owner of its tensor and back
+# Of an element on its way to the owner of its tensor and back, by the dtype of the iteration, `ns_dtype`.
+DIRECTION_BYTES = {"bf16": 2, "fp32": 4}
+DEFAULT_NS_DTYPE = "bf16"  # as torch.optim.Muon
+# Matrix products take that many times as long as in bf16: of A100 and H100, in fp32 without TF32.
+MATMUL_SLOWDOWN = {"bf16": 1, "fp32": 16}
 NEWTON_SCHULZ_STEPS = 5  # by default, of torch.optim.Muon too
 # Of a rank's shards, in a wave. Owners have as much to do on average, and a wave has to have several matrices
 # for each of them: three blocks of a 7B model on 16 ranks.
@@ -64,7 +68,9 @@ def wave_elements(shards: Sequence[int]) -> int:
     return min(sum(shards), max([WAVE_ELEMENTS, *shards]))
 
 
-def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[int]) -> int:
+def full_tensor_step_bytes(
+    shards: Sequence[int], ranks: int, largest: Sequence[int], direction_bytes: int
+) -> int:
     """Return the bytes of memory that a step on full matrices takes on a rank while it runs, at most.
 
     The waves in flight, one that has just landed among them, have the directions of the rank's shards, the
@@ -76,6 +82,7 @@ def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[
         shards: elements of the shards that are stepped together.
         ranks: ranks that share a matrix. With one, nothing is sent.
         largest: shape of the largest matrix, or stack of matrices.
+        direction_bytes: of an element, a value of ``DIRECTION_BYTES``.
     """
     if not any(shards) or not math.prod(largest):
         return 0
@@ -86,7 +93,7 @@ def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[
     elements = flying + wave + 4 * batch + 2 * batch * rows // columns
     if ranks > 1:
         elements += flying + (flying + wave) * (ranks - 1) // ranks + math.prod(largest)
-    return DIRECTION_BYTES * elements
+    return direction_bytes * elements
 
 
 def matrix_sides(shape: Sequence[int]) -> list[int]:

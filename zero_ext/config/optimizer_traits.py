@@ -108,7 +108,7 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
             "Muon",
             "zero_ext.optim.full_tensors.muon",
             _MOMENTUM,
-            "full_tensors.muon_stepper.make_muon_stepper",
+            "full_tensors.muon_stepper.MuonAndAdamWStepper",
             **_MUON,
         ),
         OptimizerTraits("NAdam"),

@@ -36,6 +36,11 @@ def names_of(group: Mapping[str, Any]) -> StateNames:
     return _TRANSFORMERS if is_transformers(group) else _TORCH
 
 
+def is_factored(shape: Sequence[int]) -> bool:
+    """Return whether a parameter [shape] has averages of rows and columns instead of one of its elements."""
+    return len(shape) >= 2 and 0 not in shape
+
+
 class AdafactorSettings(NamedTuple):
     """The numbers of one step on one parameter, before the RMS of the parameter and of the update are known.
 

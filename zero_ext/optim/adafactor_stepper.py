@@ -6,24 +6,30 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.tiers import TIERS, Tier, is_stored
 from zero_ext.offload import MASTER, Values
-from zero_ext.optim.adafactor import EXP_AVG, AdafactorSettings, FactoredLayout, adafactor_settings, names_of
+from zero_ext.optim.adafactor import (
+    EXP_AVG,
+    AdafactorSettings,
+    FactoredLayout,
+    adafactor_settings,
+    is_factored,
+    names_of,
+)
 from zero_ext.optim.fused import inside
 from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.stepper import (
+    CountingStepper,
     OwnedRange,
-    RangeStepper,
     Segment,
     StepperInputs,
     UnshardedState,
     Update,
-    check_saved_steps,
     send_chunk,
     stored_chunks,
 )
@@ -91,7 +97,7 @@ class _RangeElements(NamedTuple):
     device: torch.device  # of the state
 
 
-class AdafactorStepper(RangeStepper):
+class AdafactorStepper(CountingStepper):
     """``torch.optim.Adafactor`` and ``transformers.optimization.Adafactor``, on state in memory and on NVMe.
 
     The averages of rows and columns are equal on all ranks. Averages of squares of vectors are in memory by
@@ -107,16 +113,14 @@ class AdafactorStepper(RangeStepper):
         averages_updates = any(group.get("beta1") is not None for group in self._groups)
         fields = moment_fields(inputs.moments_dtype, (EXP_AVG,) if averages_updates else ())
         self._kinds = (MASTER, *fields)
-        self._steps: dict[str, int] = {}
         self._layouts: dict[str, FactoredLayout | None] = {}
         self._averages: dict[str, _Averages] = {}
-        self._snapshots: dict[int, dict[str, tuple[int, _Averages]]] = {}
+        self._snapshots: dict[int, dict[str, _Averages]] = {}
         for owned in self._ranges:
             for kind, field in fields.items():
                 owned.state.add(kind, field)
             for segment in owned.segments:
-                self._steps[segment.name] = 0
-                factored = len(segment.shape) >= 2 and 0 not in segment.shape
+                factored = is_factored(segment.shape)
                 layout = FactoredLayout(segment.shape, segment.stride) if factored else None
                 self._layouts[segment.name] = layout
                 self._averages[segment.name] = self._zeros(owned, segment, layout)
@@ -306,13 +310,12 @@ class AdafactorStepper(RangeStepper):
     def snapshot(self, index: int) -> None:
         """See :class:`Stepper`. A step replaces averages and leaves the earlier ones unchanged."""
         names = [segment.name for segment in self._ranges[index].segments]
-        self._snapshots[index] = {name: (self._steps[name], self._averages[name]) for name in names}
+        self._snapshots[index] = {name: self._averages[name] for name in names}
         super().snapshot(index)
 
     def rollback(self, index: int) -> None:
         """See :class:`Stepper`."""
-        for name, (steps, averages) in self._snapshots[index].items():
-            self._steps[name], self._averages[name] = steps, averages
+        self._averages.update(self._snapshots[index])
         super().rollback(index)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
@@ -336,19 +339,6 @@ class AdafactorStepper(RangeStepper):
                         row, column = row.unsqueeze(-1), column.unsqueeze(-2)
                     yield UnshardedState(names.row, segment.name, row, replicated=True)
                     yield UnshardedState(names.column, segment.name, column, replicated=True)
-
-    def scalars(self) -> dict[str, Any]:
-        """See :class:`Stepper`: the number of steps of every parameter."""
-        return {"step": dict(self._steps)}
-
-    def check_scalars(self, state: Mapping[str, Any]) -> None:
-        """See :class:`Stepper`."""
-        check_saved_steps(state.get("step"), self._steps)
-
-    def load_scalars(self, state: dict[str, Any]) -> None:
-        """See :class:`Stepper`."""
-        for name in self._steps:
-            self._steps[name] = int(state["step"][name])
 
     def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`: averages of rows, columns and squares of vectors."""

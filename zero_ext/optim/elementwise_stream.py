@@ -208,6 +208,11 @@ class MultiTierStepper:
         stepper, local = self._owner[index]
         return stepper.is_collective(local)
 
+    def read_settings(self) -> None:
+        """See :class:`Stepper`."""
+        for stepper, _ in self._steppers:
+            stepper.read_settings()
+
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`."""
         for stepper, indices in self._steppers:

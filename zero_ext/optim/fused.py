@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,13 +26,13 @@ from zero_ext.optim.elementwise import plain_scalars
 from zero_ext.optim.fused_optimizers import Lion, lion_row
 from zero_ext.optim.moments import EightBitMoments, FloatMoments, Moments
 from zero_ext.optim.stepper import (
+    CountingStepper,
     NonFiniteFlag,
     OwnedRange,
     RangeStepper,
     Segment,
     StepperInputs,
     Update,
-    check_saved_steps,
     flag_on,
 )
 
@@ -140,40 +140,7 @@ class FusedStepper(RangeStepper, ABC):
         """See :class:`Stepper`."""
 
 
-class CountingStepper(FusedStepper):
-    """Every parameter counts its own steps, as torch's do."""
-
-    def __init__(self, inputs: StepperInputs, moments: Moments) -> None:
-        super().__init__(inputs, moments)
-        self._steps = {segment.name: 0 for owned in inputs.ranges for segment in owned.segments}
-        self._snapshots: dict[int, dict[str, int]] = {}
-
-    def snapshot(self, index: int) -> None:
-        """See :class:`Stepper`."""
-        owned = self._ranges[index]
-        self._snapshots[index] = {segment.name: self._steps[segment.name] for segment in owned.segments}
-        super().snapshot(index)
-
-    def rollback(self, index: int) -> None:
-        """See :class:`Stepper`."""
-        self._steps.update(self._snapshots[index])
-        super().rollback(index)
-
-    def scalars(self) -> dict[str, Any]:
-        """See :class:`Stepper`: the number of steps of every parameter."""
-        return {"step": dict(self._steps)}
-
-    def check_scalars(self, state: Mapping[str, Any]) -> None:
-        """See :class:`Stepper`."""
-        check_saved_steps(state.get("step"), self._steps)
-
-    def load_scalars(self, state: dict[str, Any]) -> None:
-        """See :class:`Stepper`."""
-        for name in self._steps:
-            self._steps[name] = int(state["step"][name])
-
-
-class AdamStepper(CountingStepper):
+class AdamStepper(CountingStepper, FusedStepper):
     """Adam and AdamW, on state in memory and on NVMe. Moments are fp32, bf16 or "8bit"."""
 
     def __init__(self, inputs: StepperInputs) -> None:

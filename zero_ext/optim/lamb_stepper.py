@@ -12,10 +12,11 @@ from zero_ext import ops
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.tiers import Tier, is_stored
 from zero_ext.offload import MASTER
-from zero_ext.optim.fused import CountingStepper, inside
+from zero_ext.optim.fused import FusedStepper, inside
 from zero_ext.optim.fused_optimizers import lamb_row, trust_ratio
 from zero_ext.optim.moments import MOMENTS, FloatMoments
 from zero_ext.optim.stepper import (
+    CountingStepper,
     OwnedRange,
     Segment,
     StepperInputs,
@@ -56,7 +57,7 @@ class _Norms:
         return total
 
 
-class LambStepper(CountingStepper):
+class LambStepper(CountingStepper, FusedStepper):
     """LAMB on state in memory and on NVMe, its moments fp32 or bf16. State is read twice per step: for the
     norms, summed exactly over all ranks by ``total``, and for the step, which writes it.
 

@@ -107,8 +107,8 @@ class Update:
 
 class Total(Protocol):
     """The sum over all ranks of int64 or float64 values in host memory that a call finds on each. What all
-    ranks hold alike counts once. A collective that fails on all of them if the call fails on one, where it
-    uses storage or is ``fallible``."""
+    ranks hold alike counts once, and without values nothing is summed. A collective that fails on all of them
+    if the call fails on one, where it uses storage or is ``fallible``."""
 
     def __call__(self, own: Callable[[], torch.Tensor], fallible: bool = False) -> torch.Tensor:
         """Return the sum of what ``own`` returns."""
@@ -190,6 +190,12 @@ class Stepper(Protocol):
 
     def is_collective(self, index: int) -> bool:
         """Return whether a step on this range is a collective, which all ranks have to make at one time."""
+
+    def read_settings(self) -> None:
+        """Read the param groups' settings for the steps until the next call, where that takes a check or a
+        wait. Raise ``ValueError``, before anything is stepped, for settings that have changed to what the
+        optimizer refuses.
+        """
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """One optimizer step on some ranges: gradients times `scale` (0-d float32), for the parameters
@@ -276,6 +282,9 @@ class RangeStepper:
         """See :class:`Stepper`."""
         return False
 
+    def read_settings(self) -> None:
+        """See :class:`Stepper`: steps read the live param groups."""
+
     def watch(self, flag: NonFiniteFlag) -> None:
         """Raise ``flag`` for results that are not finite. See :meth:`Stepper.watch`."""
         self._flag = flag
@@ -308,6 +317,44 @@ class RangeStepper:
         return {}
 
 
+class CountingStepper(RangeStepper):
+    """A stepper with a count of its own steps for every parameter, as torch's have."""
+
+    def __init__(self, inputs: StepperInputs, *more: Any) -> None:
+        super().__init__(inputs, *more)
+        self._steps = {segment.name: 0 for owned in inputs.ranges for segment in owned.segments}
+        self._step_snapshots: dict[int, dict[str, int]] = {}
+
+    def snapshot(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        owned = self._ranges[index]
+        self._step_snapshots[index] = {each.name: self._steps[each.name] for each in owned.segments}
+        super().snapshot(index)
+
+    def rollback(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._steps.update(self._step_snapshots[index])
+        super().rollback(index)
+
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`: the number of steps of every parameter."""
+        return {"step": dict(self._steps)}
+
+    def check_scalars(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        check_saved(
+            state.get("step"),
+            self._steps,
+            "a number of steps, an integer of at least 0 and below 2**62",
+            lambda found: type(found) is int and 0 <= found < 1 << 62,
+        )
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        for name in self._steps:
+            self._steps[name] = int(state["step"][name])
+
+
 class StoredChunk(NamedTuple):
     """A chunk of state in storage, its gradient where that is read, and buffers for both in host memory."""
 
@@ -325,16 +372,6 @@ def check_saved(saved: Any, names: Iterable[str], wanted: str, fits: Callable[[A
             raise ValueError(
                 f"optimizer state of '{name}': expected {wanted}, got {show(found)}. Load another checkpoint."
             )
-
-
-def check_saved_steps(saved: Any, names: Iterable[str]) -> None:
-    """Raise ``ValueError`` for the first parameter without a count of steps in ``saved``."""
-    check_saved(
-        saved,
-        names,
-        "a number of steps, an integer of at least 0 and below 2**62",
-        lambda found: type(found) is int and 0 <= found < 1 << 62,
-    )
 
 
 def stored_chunks(

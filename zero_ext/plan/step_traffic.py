@@ -23,9 +23,11 @@ from zero_ext.config.communication import (
     check_shard_group_size,
 )
 from zero_ext.config.events import COLLECTIVE_KINDS
-from zero_ext.config.full_tensor_costs import DIRECTION_BYTES
+from zero_ext.config.full_tensor_costs import DEFAULT_NS_DTYPE, DIRECTION_BYTES
 from zero_ext.config.offload import StatePlacement
 from zero_ext.plan.state_memory import check_count
+
+SUM_BYTES = 8  # sums over rows and columns are float64
 
 
 def collective_elements(
@@ -193,23 +195,44 @@ def step_bytes(
     return found
 
 
-def matrices_sent(elements: int, world_size: int, ranks_per_node: int | None = None) -> Sent:
+def matrices_sent(
+    elements: int,
+    world_size: int,
+    ranks_per_node: int | None = None,
+    ns_dtype: str = DEFAULT_NS_DTYPE,
+) -> Sent:
     """Return what one rank sends of matrices in a step that works on each in full at one rank, its owner.
 
-    Slices go to the owners in bf16, and results back. Ranks differ, and this is their mean. Where matrices
+    Slices go to the owners, and results back. Ranks differ, and this is their mean. Where matrices
     have any owner alike, `elements` are (N - 1)/N of all of them on N ranks.
 
     Args:
         elements: of slices that belong to other ranks than the owner of their matrix, on all ranks together.
         world_size: number of ranks.
         ranks_per_node: None takes all ranks for those of one node.
+        ns_dtype: dtype of the iterations, which slices travel in, "bf16" or "fp32".
 
     Returns:
         Bytes.
     """
     per_node = ranks_per_node or world_size
-    nbytes = 2 * DIRECTION_BYTES * elements // world_size
+    nbytes = 2 * DIRECTION_BYTES[ns_dtype] * elements // world_size
     return Sent(nbytes, nbytes * (world_size - per_node) // max(1, world_size - 1))
+
+
+def lines_sent(lines: int, world_size: int, ranks_per_node: int | None = None) -> Sent:
+    """Return what one rank sends in a step of sums over rows and columns of matrices, as Adafactor makes.
+
+    Args:
+        lines: rows and columns of all matrices.
+        world_size: number of ranks.
+        ranks_per_node: None takes all ranks for those of one node.
+
+    Returns:
+        Bytes.
+    """
+    nbytes = SUM_BYTES * lines
+    return Sent(nbytes * (world_size - 1), nbytes * (world_size - (ranks_per_node or world_size)))
 
 
 def _of_unit(

@@ -63,7 +63,7 @@ PARAMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_steps_as_deepspeeds_own(params: dict[str, Any]) -> None:
-    """Adam's parameters to rounding of fp32, Muon's to that of the iteration in bfloat16."""
+    """Adam's parameters to rounding of fp32, Muon's to that of its iteration, in fp32 with "gram"."""
     twin = Blocks()
     theirs = deepspeeds(twin, params)
     own = Blocks()
@@ -87,7 +87,8 @@ def test_steps_as_deepspeeds_own(params: dict[str, Any]) -> None:
     served = {id(each) for each in optimizer.param_groups[0]["params"]}
     for name, value in own.named_parameters():
         moved, wanted = value - before[name], twin.get_parameter(name) - before[name]
-        bound = 0.05 if id(value) in served else 1e-4
+        matrix = 2e-3 if params.get("ns_method") == "gram" else 0.05
+        bound = matrix if id(value) in served else 1e-4
         assert (moved - wanted).norm() <= bound * wanted.norm(), name
 
 
@@ -171,7 +172,6 @@ def test_what_is_noted() -> None:
     zero = {"stage": 3, "save_muon_momentum_buffer_in_memory": True, "reduce_scatter": False}
     notes = {note.path: note.outcome for note in translated(params, zero_optimization=zero).notes}
     assert notes == {
-        "optimizer.params.ns_method": "no effect",
         "optimizer.params.torch_adam": "no effect",
         "optimizer.params.foreach": "no effect",
         "zero_optimization.save_muon_momentum_buffer_in_memory": "no effect",

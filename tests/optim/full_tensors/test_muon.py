@@ -19,12 +19,16 @@ from zero_ext.optim.full_tensors import muon, muon_stepper
 from zero_ext.zero import engine_of
 
 STEPS = 5
+LONG = 20  # steps of the comparison with torch in all stages and tiers
+SHORT = 2
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
 TIERS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {}),
     (1, {"optimizer": "host"}),
+    (1, {"optimizer": "nvme"}),
     (2, {}),
+    (2, {"grads": "host", "optimizer": "host"}),
     (2, {"grads": "host", "optimizer": "nvme"}),
     (3, {}),
     (3, HOST),
@@ -64,16 +68,26 @@ def loss_of(model: nn.Module, seed: int, step: int, rank: int) -> torch.Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-def make(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    return torch.optim.Muon(model.parameters(), **{"lr": 0.02, **settings})
+def make(model: nn.Module, ns_dtypes: tuple[str, ...] = (), **settings: Any) -> torch.optim.Optimizer:
+    """Torch's Muon, or zero_ext's with a group for each of ``ns_dtypes``."""
+    settings, own = {"lr": 0.02, **settings}, list(model.parameters())
+    if not ns_dtypes:
+        return torch.optim.Muon(own, **settings)
+    groups = [
+        {"params": own[number :: len(ns_dtypes)], "ns_dtype": ns_dtype, "use_muon": True}
+        for number, ns_dtype in enumerate(ns_dtypes)
+    ]
+    return zero_ext.Muon(groups, **settings)
 
 
-def plain(world: World, **settings: Any) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Losses by step and rank, and the parameters after it, of torch's Muon: gradients are added up in the
-    order of ranks, as the engine does."""
+def plain(
+    world: World, steps: int = STEPS, **settings: Any
+) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Losses by step and rank, and the parameters after it, of the optimizer of :func:`make`: gradients are
+    added up in the order of ranks, as the engine does."""
     model = Matrices(world.seed)
     optimizer, losses = make(model, **settings), []
-    for step in range(STEPS):
+    for step in range(steps):
         losses.append([])
         sums: dict[nn.Parameter, torch.Tensor] = {}
         for rank in range(world.size):
@@ -94,6 +108,7 @@ def sharded(
     offload: dict[str, Any],
     clipping: float = 0.0,
     units: dict[str, Any] | None = None,
+    steps: int = STEPS,
     **settings: Any,
 ) -> tuple[Any, Any, list[float]]:
     model = Matrices(world.seed)
@@ -101,7 +116,7 @@ def sharded(
         config = configuration(stage, offload=section, gradient_clipping=clipping, **(units or MIXED))
         model, optimizer = zero_ext.prepare(model, make(model, **settings), config, process_group=world.group)
         losses = []
-        for step in range(STEPS):
+        for step in range(steps):
             loss = loss_of(model, world.seed, step, world.rank)
             loss.backward()
             optimizer.step()
@@ -112,9 +127,9 @@ def sharded(
 
 @on_ranks(1, 2, 3, 4)
 def test_equals_torchs_own(world: World) -> None:
-    losses, parameters = plain(world)
+    losses, parameters = plain(world, LONG)
     for stage, offload in TIERS:
-        _, found, own = sharded(world, stage, offload)
+        _, found, own = sharded(world, stage, offload, steps=LONG)
         assert own == [each[world.rank] for each in losses], (stage, offload)
         for name, value in parameters.items():
             assert torch.equal(found[name], value), (stage, offload, name)
@@ -136,14 +151,14 @@ def test_symmetric_products_by_panels(generator: torch.Generator, shape: tuple[i
 
 @on_ranks(2, 3)
 def test_waves_and_batches_change_nothing(world: World) -> None:
-    _, parameters = plain(world)
+    _, parameters = plain(world, SHORT)
     for stage, offload in TIERS:
         for units in (MIXED, LARGE):
             with (
                 mock.patch.object(muon_stepper, "WAVE_ELEMENTS", 1),
                 mock.patch.object(muon_stepper, "_CPU_BATCH_ELEMENTS", 1),
             ):
-                _, found, _ = sharded(world, stage, offload, units=units)
+                _, found, _ = sharded(world, stage, offload, units=units, steps=SHORT)
             for name, value in parameters.items():
                 assert torch.equal(found[name], value), (stage, offload, name)
 

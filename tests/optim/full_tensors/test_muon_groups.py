@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "ns_coefficients": [2.0, -1.5, 0.5],
     "eps": 1e-6,
     "ns_steps": 4,
+    "ns_dtype": "fp32",
     "adjust_lr_fn": "match_rms_adamw",
 }
 ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}
@@ -142,6 +143,8 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"ns_steps": 100}, "ns_steps", "an integer from 0 to 99"),
     ({"ns_steps": 2.5}, "ns_steps", "an integer from 0 to 99"),
     ({"ns_steps": -1}, "ns_steps", "an integer from 0 to 99"),
+    ({"ns_dtype": "fp16"}, "ns_dtype", "'bf16' or 'fp32'"),
+    ({"ns_dtype": 1}, "ns_dtype", "a string"),
     ({"adjust_lr_fn": "rms"}, "adjust_lr_fn", "'original' or 'match_rms_adamw'"),
     ({"adjust_lr_fn": []}, "adjust_lr_fn", "'original' or 'match_rms_adamw'"),
     ({"adamw": 0.1}, "adamw", "expected a mapping"),
@@ -203,6 +206,13 @@ CHANGES: list[tuple[int, dict[str, Any], str]] = [
     (0, {"momentum": 2.0}, r"param_groups\[0\]\.momentum: expected a number below 1"),
     (0, {"adjust_lr_fn": "rms"}, r"param_groups\[0\]\.adjust_lr_fn: expected 'original'"),
     (0, {"maximize": True}, r"param_groups\[0\]\.maximize: expected False"),
+    (
+        0,
+        {"ns_coefficients": (1.0, math.nan, 1.0)},
+        r"param_groups\[0\]\.ns_coefficients: expected three finite",
+    ),
+    (0, {"ns_dtype": "tf32"}, r"param_groups\[0\]\.ns_dtype: expected 'bf16' or 'fp32'"),
+    (1, {"betas": (0.9, 1.0)}, r"param_groups\[1\]\.betas: expected two numbers"),
 ]
 
 

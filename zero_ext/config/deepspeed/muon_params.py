@@ -40,7 +40,8 @@ _DEFAULTS: dict[str, Any] = {
 # Of the parameters' names, in lower case: `deepspeed.initialize` gives those parameters to Adam.
 _ADAMW_NAMES = ["embed", "lm_head"]
 _NS_METHOD = "ns_method"
-_GRAM = "the iteration is that of 'standard', in bfloat16. DeepSpeed's 'gram' is the same one in fp16 or fp32"
+# By ns_method. "gram" is the same polynomial, which DeepSpeed evaluates in fp16 or fp32.
+_NS_DTYPES = {"gram": "fp32", "standard": "bf16"}
 # Type, the value that is served, why there is no other; or the reason for which none has an effect.
 _FIXED: dict[str, tuple[bool, str]] = {
     "adam_w_mode": (True, "Weight decay is decoupled here. Remove it"),
@@ -77,10 +78,10 @@ def translate_muon(settings: dict[str, Any], resolved: ResolvedKeys) -> dict[str
         if name in settings:
             resolved.note(_path(name), "there is one implementation of AdamW")
     method = settings.get(_NS_METHOD, "standard")
-    if method not in ("gram", "standard"):
-        resolved.add_problem(_path(_NS_METHOD), wrong_value(choice("gram", "standard").words, method))
-    elif method == "gram":
-        resolved.note(_path(_NS_METHOD), _GRAM)
+    if method not in tuple(_NS_DTYPES):
+        resolved.add_problem(_path(_NS_METHOD), wrong_value(choice(*_NS_DTYPES).words, method))
+    else:
+        flat["ns_dtype"] = _NS_DTYPES[method]
     if resolved.stage and resolved.values.get("gradient_clipping") != 0:
         resolved.note("gradient_clipping", _CLIPPED_BEFORE, "difference")
     own = {name: value for name, value in flat.items() if "." not in name}

@@ -125,7 +125,7 @@ _OPTIMIZER_KEYS = (
         "cuda_aware and comm_backend_name have no effect, and amsgrad and eps_inside_sqrt must be false. "
         "max_grad_norm is unsupported. Use gradient_clipping. Muon has DeepSpeed's params and defaults: lr "
         "for both muon_lr (0.02) and adam_lr (0.0003), momentum 0.95, weight_decay 0, and betas 0.9, 0.95 "
-        "and eps 1e-10 of Adam. Its ns_method has no effect, since the iteration runs in bfloat16, its "
+        "and eps 1e-10 of Adam. Its ns_method runs the iteration in bf16 (standard) or in fp32 (gram), its "
         "adam_w_mode must be true, and its per_head_muon must be false"),
     no_effect("optimizer.legacy_fusion", FLAG, "there is one implementation", False),
     supported("scheduler.type", TEXT, "name of one of DeepSpeed's five schedulers or of a torch scheduler"),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import adamw as adamw_step
 from torch.optim.optimizer import ParamsT
 
+from zero_ext.config.full_tensor_costs import DEFAULT_NS_DTYPE
 from zero_ext.optim.full_tensors.muon_groups import (
     ADAMW,
     adamw_settings,
@@ -19,6 +20,8 @@ from zero_ext.optim.full_tensors.muon_groups import (
     check_rules,
     check_settings,
     divide,
+    ns_dtype,
+    read_settings,
     serves,
     tensor_of,
 )
@@ -30,10 +33,10 @@ LEAST_PANEL = 96  # rows
 class Muon(torch.optim.Optimizer):
     """Muon for hidden matrices, AdamW for the rest.
 
-    A matrix's momentum is orthogonalized by Newton-Schulz iterations in bfloat16, scaled by its shape and
-    subtracted, as `torch.optim.Muon` does, bit for bit. A parameter of four dimensions, the filters of a
-    convolution, is one matrix with a row per filter. Any other of more than two is a stack of matrices. Which
-    parameters Muon steps is decided in this order:
+    A matrix's momentum is orthogonalized by Newton-Schulz iterations, scaled by its shape and subtracted, as
+    `torch.optim.Muon` does, bit for bit with the default `ns_dtype`. A parameter of four dimensions, the
+    filters of a convolution, is one matrix with a row per filter. Any other of more than two is a stack of
+    matrices. Which parameters Muon steps is decided in this order:
 
     - `use_muon` of a param group;
     - the attribute `use_muon` of a parameter;
@@ -59,6 +62,8 @@ class Muon(torch.optim.Optimizer):
         ns_steps: iterations, fewer than 100.
         adjust_lr_fn: "original" (also None) multiplies `lr` by max(1, rows / columns)^½, "match_rms_adamw"
             by 0.2 max(rows, columns)^½.
+        ns_dtype: dtype of the iterations, "bf16" or "fp32". The latter is exact to rounding of fp32, slower,
+            and doubles the bytes that matrices travel with between ranks.
         adamw: settings of `torch.optim.AdamW` for the other parameters: lr, betas, eps, weight_decay.
         module: the model. Pass it so that AdamW steps its embeddings, its output layer and its
             convolutions in one or three dimensions.
@@ -88,6 +93,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
+        ns_dtype: str = DEFAULT_NS_DTYPE,
         adamw: Mapping[str, Any] | None = None,
         module: nn.Module | None = None,
         adamw_names: Sequence[str] | None = None,
@@ -100,6 +106,7 @@ class Muon(torch.optim.Optimizer):
             "ns_coefficients": ns_coefficients,
             "eps": eps,
             "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": True,
         }
@@ -165,11 +172,12 @@ class Muon(torch.optim.Optimizer):
             ValueError: `use_muon` of a param group has changed, or a setting is out of range. Nothing was
                 updated.
         """
-        check_rules(self.param_groups, self._rules)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        settings = read_settings(self.param_groups)
+        check_rules(settings, self._rules)
         trained = [
             {each: each.grad for each in group["params"] if each.grad is not None}
             for group in self.param_groups
@@ -178,7 +186,7 @@ class Muon(torch.optim.Optimizer):
             raise RuntimeError(
                 "Muon: expected dense gradients, got a sparse one. Pass sparse=False to embeddings."
             )
-        for group, gradients in zip(self.param_groups, trained, strict=True):
+        for group, gradients in zip(settings, trained, strict=True):
             if group["use_muon"]:
                 for parameter, gradient in gradients.items():
                     self._step_matrix(parameter, gradient, group)
@@ -193,7 +201,7 @@ class Muon(torch.optim.Optimizer):
         buffer = state[BUFFER].lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        update = newton_schulz(as_matrices(direction.bfloat16()), group)
+        update = newton_schulz(as_matrices(direction), group)
         parameter.add_(update.reshape(parameter.shape), alpha=-adjusted_lr(group, parameter.shape))
 
     def _step_adamw(self, gradients: Mapping[torch.Tensor, torch.Tensor], group: Mapping[str, Any]) -> None:
@@ -229,15 +237,17 @@ def as_matrices(value: torch.Tensor) -> torch.Tensor:
 
 
 def newton_schulz(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """Return an approximation of the orthogonal factor of ``matrix`` [..., m, n] in bfloat16, as
-    ``torch.optim.Muon`` computes it (Jordan et al., "Muon", 2024).
+    """Return an approximation of the orthogonal factor of ``matrix`` [..., m, n] in the group's dtype, as
+    ``torch.optim.Muon`` computes it in bfloat16 (Jordan et al., "Muon", 2024).
 
     Args:
-        matrix: bfloat16; with more than two dimensions a stack of matrices.
-        group: settings ns_coefficients, ns_steps and eps.
+        matrix: of any float dtype. With more than two dimensions it is a stack of matrices.
+        group: settings ns_coefficients, ns_steps, ns_dtype and eps.
     """
     a, b, c = group["ns_coefficients"]
-    found = matrix.reshape(-1, *matrix.shape[-2:])
+    # Strides change the last bits of products. Where a matrix is one of several, these are stacked without.
+    found = matrix.to(ns_dtype(group)).contiguous()
+    found = found.reshape(-1, *matrix.shape[-2:])
     tall = found.size(1) > found.size(2)
     found = found.mT if tall else found
     norms = torch.stack([each.norm() for each in found])

@@ -11,7 +11,7 @@ from torch import nn
 
 from zero_ext.config.base_section import is_number
 from zero_ext.config.config_errors import show
-from zero_ext.config.full_tensor_costs import matrix_sides
+from zero_ext.config.full_tensor_costs import DEFAULT_NS_DTYPE, matrix_sides
 
 ADAMW: dict[str, Any] = {
     "lr": 1e-3,
@@ -23,7 +23,8 @@ ADAMW: dict[str, Any] = {
 }
 _OWN_KEYS = ("lr", "betas", "eps", "weight_decay")
 _RATES = (None, "original", "match_rms_adamw")
-_MUON_KEYS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+_NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_MUON_KEYS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn")
 # Of torch's schedulers, which write them into groups, and a name that is for the user only.
 _SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 _OTHER_KEYS = ("params", "param_names", "use_muon", "name", *_SCHEDULED)
@@ -33,6 +34,30 @@ _FIXED = {"maximize": False, "decoupled_weight_decay": True}
 def serves(group: Mapping[str, Any]) -> bool:
     """Return whether Muon steps the parameters of a param group; those of ``torch.optim.Muon`` all."""
     return bool(group.get("use_muon", True))
+
+
+def ns_dtype(group: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of Newton-Schulz iterations on the matrices of a param group."""
+    return _NS_DTYPES[group.get("ns_dtype", DEFAULT_NS_DTYPE)]
+
+
+def direction_dtype(groups: Iterable[Mapping[str, Any]]) -> torch.dtype:
+    """Return the dtype that directions travel in to the owners of matrices: the widest that any of the param
+    groups iterates in, which holds the values of all."""
+    dtypes = [ns_dtype(group) for group in groups if serves(group)]
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=_NS_DTYPES[DEFAULT_NS_DTYPE])
+
+
+def read_settings(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of param groups, each that is a tensor of one element read as a number."""
+    return [
+        {
+            key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in groups
+    ]
 
 
 def adamw_settings(adamw: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -113,11 +138,13 @@ def check_settings(group: Mapping[str, Any], prefix: str = "") -> None:
         raise ValueError(
             f"{prefix}ns_steps: expected an integer from 0 to 99, got {show(steps)}. Pass such a number."
         )
-    if group["adjust_lr_fn"] not in _RATES:
-        raise ValueError(
-            f"{prefix}adjust_lr_fn: expected 'original' or 'match_rms_adamw', got "
-            f"{show(group['adjust_lr_fn'])}. Pass one of them."
-        )
+    for name, known, words in (
+        ("ns_dtype", tuple(_NS_DTYPES), "'bf16' or 'fp32'"),
+        ("adjust_lr_fn", _RATES, "'original' or 'match_rms_adamw'"),
+    ):
+        value = group.get(name, known[0])
+        if value not in known:
+            raise ValueError(f"{prefix}{name}: expected {words}, got {show(value)}. Pass one of them.")
 
 
 def tensor_of(listed: Any) -> torch.Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,14 +19,13 @@ from zero_ext.offload import MASTER, Values
 from zero_ext.optim.elementwise import plain_scalars
 from zero_ext.optim.elementwise_stream import MultiTierStepper
 from zero_ext.optim.full_tensors.muon import BUFFER, adjusted_lr, as_matrices, newton_schulz
-from zero_ext.optim.full_tensors.muon_groups import check_rules, serves
+from zero_ext.optim.full_tensors.muon_groups import check_rules, direction_dtype, read_settings, serves
 from zero_ext.optim.fused import AdamStepper
 from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.stepper import (
     PendingTransform,
     RangeStepper,
     Segment,
-    Stepper,
     StepperInputs,
     StoredChunk,
     Update,
@@ -37,35 +38,51 @@ from zero_ext.optim.stepper import (
 _CPU_BATCH_ELEMENTS = 1 << 16
 
 
-def make_muon_stepper(inputs: StepperInputs) -> Stepper:
-    """Return the stepper of ``zero_ext.Muon``: each range has the parameters of Muon, or those of AdamW."""
-    groups = inputs.optimizer.param_groups
-    found: dict[bool, list[int]] = {True: [], False: []}
-    for index, owned in enumerate(inputs.ranges):
-        found[all(serves(groups[segment.group]) for segment in owned.segments)].append(index)
+class MuonAndAdamWStepper(MultiTierStepper):
+    """The steps of ``zero_ext.Muon`` and ``torch.optim.Muon``: a range has parameters of Muon or of AdamW.
 
-    def over(indices: Sequence[int]) -> StepperInputs:
-        return replace(inputs, ranges=[inputs.ranges[index] for index in indices])
+    Both read settings that :meth:`read_settings` has checked and copied. A setting on a device is waited for
+    there, once, and not for every matrix.
+    """
 
-    return MultiTierStepper(
-        [(MuonStepper(over(found[True])), found[True]), (AdamStepper(over(found[False])), found[False])]
-    )
+    def __init__(self, inputs: StepperInputs) -> None:
+        self._live = inputs.optimizer.param_groups
+        self._rules = [serves(group) for group in self._live]
+        self._settings = read_settings(self._live)
+        found: dict[bool, list[int]] = {True: [], False: []}
+        for index, owned in enumerate(inputs.ranges):
+            found[all(self._rules[segment.group] for segment in owned.segments)].append(index)
+        optimizer = SimpleNamespace(param_groups=self._settings)
+
+        def over(rule: bool) -> StepperInputs:
+            return replace(
+                inputs, optimizer=optimizer, ranges=[inputs.ranges[index] for index in found[rule]]
+            )
+
+        super().__init__([(MuonStepper(over(True)), found[True]), (AdamStepper(over(False)), found[False])])
+
+    def read_settings(self) -> None:
+        """See :class:`Stepper`."""
+        settings = read_settings(self._live)
+        check_rules(settings, self._rules)
+        for own, read in zip(self._settings, settings, strict=True):
+            own.update(read)
 
 
+@dataclass
 class _Wave:
-    """Ranges that are stepped in one exchange, and their directions [n] in bf16 by index."""
+    """Ranges that are stepped in one exchange, and their directions [n] by index."""
 
-    def __init__(self, updates: Sequence[Update]) -> None:
-        self.updates = updates
-        self.directions: dict[int, torch.Tensor] = {}
-        self.pending: PendingTransform | None = None
+    updates: Sequence[Update]
+    directions: dict[int, torch.Tensor] = dataclass_field(default_factory=dict)
+    pending: PendingTransform = dataclass_field(init=False)  # once the directions are under way
 
 
 class MuonStepper(RangeStepper):
     """``torch.optim.Muon`` on state in any tier, its momentum fp32 or bf16.
 
-    The momentum is averaged where it is, element by element. Directions go to their owners in bf16, which is
-    what Newton-Schulz iterates in, and come back as such: nothing is rounded that torch does not round.
+    The momentum is averaged where it is, element by element. Directions go to their owners in the dtype that
+    Newton-Schulz iterates in, and come back as such: nothing is rounded that torch does not round.
     """
 
     def __init__(self, inputs: StepperInputs) -> None:
@@ -73,7 +90,6 @@ class MuonStepper(RangeStepper):
         if inputs.exchange is None or inputs.total is None:
             raise zero_ext_bug("whole matrices without what makes them")
         self._exchange, self._total = inputs.exchange, inputs.total
-        self._rules = [serves(group) for group in self._groups]
         for owned in self._ranges:
             for kind, field in moment_fields(inputs.moments_dtype, (BUFFER,)).items():
                 owned.state.add(kind, field)
@@ -90,7 +106,6 @@ class MuonStepper(RangeStepper):
         orthogonalized, directions of the next one travel and results of the one before. So a rank that has
         more to do in one wave may catch up in others.
         """
-        check_rules(self._groups, self._rules)
         flying: deque[_Wave] = deque()
         for wave in self._waves(updates):
             landed = [flying.popleft()] if len(flying) == WAVES_IN_FLIGHT else []
@@ -140,10 +155,8 @@ class MuonStepper(RangeStepper):
         self._on_all_ranks(move)
 
     def _orthogonalize(self, wave: _Wave) -> None:
-        pending = wave.pending
-        if pending is not None:
-            self._on_all_ranks(lambda: pending.apply(self._orthogonal))
-            pending.send_results()
+        self._on_all_ranks(lambda: wave.pending.apply(self._orthogonal))
+        wave.pending.send_results()
 
     def _on_all_ranks(self, action: Callable[[], None]) -> None:
         """Run ``action`` and raise its error on all ranks: in the exchange they would wait for a rank that is
@@ -151,7 +164,7 @@ class MuonStepper(RangeStepper):
 
         def run() -> torch.Tensor:
             action()
-            return torch.zeros(1, dtype=torch.int64, device="cpu")
+            return torch.empty(0, dtype=torch.int64, device="cpu")
 
         self._total(run, fallible=True)
 
@@ -173,10 +186,11 @@ class MuonStepper(RangeStepper):
 
     def _average_wave(self, wave: _Wave, scale: torch.Tensor, used: frozenset[str]) -> None:
         """Average the momentum of all ranges, and write their directions."""
+        dtype = direction_dtype(self._groups)
         for update in wave.updates:
             owned = self._ranges[update.index]
             device = self._staging.torch_device(owned.state.tier)
-            directions = torch.zeros(owned.state.numel, dtype=torch.bfloat16, device=device)
+            directions = torch.zeros(owned.state.numel, dtype=dtype, device=device)
             wave.directions[update.index] = directions
             if is_stored(owned.state.tier):
                 continue
@@ -194,8 +208,7 @@ class MuonStepper(RangeStepper):
 
     def _descend_wave(self, wave: _Wave, used: frozenset[str]) -> None:
         """Step the master weights by the directions that came back, and send them to the parameters."""
-        if wave.pending is not None:
-            wave.pending.finish()
+        wave.pending.finish()
         for index, directions in wave.directions.items():
             wave.directions[index] = directions.to(self._staging.torch_device(self._ranges[index].state.tier))
         for update in wave.updates:

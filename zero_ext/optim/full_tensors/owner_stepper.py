@@ -76,7 +76,7 @@ class OwnerStepper(RangeStepper):
 
         def collect() -> torch.Tensor:
             gradients.update((each.index, self._scaled(each, scale)) for each in updates)
-            return torch.zeros(1, dtype=torch.int64, device="cpu")
+            return torch.empty(0, dtype=torch.int64, device="cpu")
 
         self._total(collect)
         mine = {name for name in used.intersection(self._segments) if math.prod(self._segments[name].shape)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -18,6 +19,7 @@ from zero_ext.optim.full_tensors.nested_state import named_state
 _STEPS = 3
 _COPIES = 2  # of each shape, since some optimizers stack tensors of one shape
 _RATE = 1e-3
+_DISTINCT_SIZES = (5, 7, 11, 13, 17)  # primes, so that a product says of which sizes it is
 _LARGE = 1000.0  # gradients that a limit on the norm of all tensors would act on
 _INSTEAD = "Use torch.optim.AdamW, or zero_ext.Muon for matrices."
 Groups = Sequence[Mapping[str, Any]]
@@ -97,6 +99,27 @@ def check_owner_steps(optimizer: optim.Optimizer) -> None:
         ) from error
     if problem is not None:
         raise ValueError(f"{subject}{problem}. {_INSTEAD}")
+
+
+def planned_state_bytes(optimizer: optim.Optimizer, number: int, shape: Sequence[int]) -> int:
+    """Return the bytes of the state of a tensor after its first step. A small tensor is stepped. Those sizes
+    of its state grow that are sizes of the tensor, or products of neighboring ones.
+
+    Args:
+        optimizer: the user's.
+        number: the tensor's param group.
+        shape: of the tensor.
+    """
+    small = [_DISTINCT_SIZES[axis % len(_DISTINCT_SIZES)] for axis in range(len(shape))]
+    spans = [(first, last) for last in range(len(shape) + 1) for first in range(last)]
+    grown = {math.prod(small[first:last]): math.prod(shape[first:last]) for first, last in spans}
+    value, gradient = _random_tensors(small, 2)
+    groups = without_parameters(optimizer.param_groups)
+    state = named_state(step_alone(_copy(optimizer), groups, number, value, gradient, {}), value)
+    return sum(
+        tensor.itemsize * math.prod(grown.get(size, size) for size in tensor.shape)
+        for tensor in state.tensors.values()
+    )
 
 
 class _Trial:
@@ -201,9 +224,12 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _stand_ins(shape: Sequence[int], count: int, seed: int = 20) -> list[torch.Tensor]:
+    return _random_tensors([max(1, min(size, 4 + axis)) for axis, size in enumerate(shape)], count, seed)
+
+
+def _random_tensors(shape: Sequence[int], count: int, seed: int = 20) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    small = [max(1, min(size, 4 + axis)) for axis, size in enumerate(shape)]
-    return [torch.randn(small, generator=generator, device="cpu") for _ in range(count)]
+    return [torch.randn(tuple(shape), generator=generator, device="cpu") for _ in range(count)]
 
 
 def _copy(optimizer: optim.Optimizer) -> optim.Optimizer:

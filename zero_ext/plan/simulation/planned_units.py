@@ -56,17 +56,21 @@ class _Tensor(NamedTuple):
 
 
 class MatrixStep(NamedTuple):
-    """A step on full matrices.
+    """A step on full matrices, or on sums over their rows and columns.
 
     Attributes:
         share: of the model's parameters, that are in such matrices.
         flops: of the rank that has most to do.
         sent: elements of slices that have to go to the owners of their matrices, and back, on all ranks.
+        lines: rows and columns of all matrices, where each has a sum.
+        vectors: elements of the other parameters, where rows and columns have sums.
     """
 
     share: float = 0.0
     flops: int = 0
     sent: int = 0
+    lines: int = 0
+    vectors: int = 0
 
 
 def unit_elements(model: ModelCost, training: Training) -> Mapping[int, int]:
@@ -104,10 +108,12 @@ def padded_elements(model: ModelCost, training: Training) -> int:
 
 
 def matrix_step(model: ModelCost, training: Training) -> MatrixStep:
-    """Return what a step on full matrices works on; nothing for optimizers that do not need them.
+    """Return what a step works on of full matrices; nothing for optimizers that step elements by themselves.
 
-    Raises ``ValueError`` if the shapes are unknown.
+    Raises ``ValueError`` if an optimizer needs full matrices and their shapes are unknown.
     """
+    if OPTIMIZERS[training.optimizer_type].factors:
+        return _lines(model)
     if not training.needs_full_tensors:
         return MatrixStep()
     placement, ranks = training.placement, training.world_size
@@ -124,6 +130,20 @@ def matrix_step(model: ModelCost, training: Training) -> MatrixStep:
             sent = _elements_sent(model.tensor_groups, owners, training)
         share = sum(map(math.prod, shapes)) / sum(group.elements for group in model.tensor_groups)
         model.derived[key] = MatrixStep(share, max(loads), sent)
+    found: MatrixStep = model.derived[key]
+    return found
+
+
+def _lines(model: ModelCost) -> MatrixStep:
+    """Return rows and columns of all matrices, of which those of unknown shape count as square ones."""
+    key = ("lines",)
+    if key not in model.derived:
+        lines = vectors = 0
+        for group, alike in Counter(model.tensor_groups).items():
+            sides = [(group.side or math.isqrt(matrix), matrix) for matrix in group.matrices]
+            lines += alike * sum(side + -(-matrix // side) for side, matrix in sides if matrix)
+            vectors += alike * group.vectors
+        model.derived[key] = MatrixStep(lines=lines, vectors=vectors)
     found: MatrixStep = model.derived[key]
     return found
 

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, communicator_bytes, extent_bytes
 from zero_ext.config.full_tensor_costs import (
-    DIRECTION_BYTES,
     full_tensor_step_bytes,
     newton_schulz_cost,
     wave_elements,
 )
 from zero_ext.config.optimizer_traits import OPTIMIZERS
-from zero_ext.config.tiers import CAPACITIES, Tier, is_stored
+from zero_ext.config.tiers import CAPACITIES, TIERS, Tier, is_stored
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.planned_units import (
     hidden_matrices,
+    matrix_step,
     padded_elements,
     staging_bytes,
     unit_elements_by_rule,
@@ -127,6 +127,12 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
             state_bytes = _state_bytes(elements, training, rule)
             for kind, tier in training.tiers.items():
                 getattr(found, tier)[kind] += units * state_bytes[kind]
+    if OPTIMIZERS[training.optimizer_type].factors:
+        step = matrix_step(model, training)
+        tier = TIERS[training.optimizer].near
+        vectors = training.owned(step.vectors, training.placement.optimizer)
+        statistics = getattr(found, tier)
+        statistics["optimizer"] = statistics.get("optimizer", 0) + 4 * (step.lines + vectors)
     if training.update_mode == "delayed":
         # Updates alongside the next step have gradients of their own, and host memory for the updated
         # parameters where they would have to be read from storage.
@@ -136,9 +142,11 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
             found.host["optimizer"] = found.host.get("optimizer", 0) + owned * PARAMETER_BYTES
     if training.needs_full_tensors:
         shards, ranks, largest = _matrices(model, training)
-        found.device["matrices of a step"] = full_tensor_step_bytes(shards, ranks, largest)
+        found.device["matrices of a step"] = full_tensor_step_bytes(
+            shards, ranks, largest, training.direction_bytes
+        )
         if training.optimizer != "device" and not hardware.device_is_host:
-            found.host["matrices of a step"] = DIRECTION_BYTES * wave_elements(shards)
+            found.host["matrices of a step"] = training.direction_bytes * wave_elements(shards)
     _add_activations(found, model, training)
     if not hardware.device_is_host:
         # The machine that plans is another one: its environment says nothing about NCCL there.

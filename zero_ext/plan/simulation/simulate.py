@@ -17,7 +17,7 @@ from zero_ext.plan.simulation.step_schedule import StepSchedule
 from zero_ext.plan.simulation.task_timeline import COMPUTE, READ, TO_DEVICE, TO_HOST, WRITE, Costs, Timeline
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS, PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, UnitCost
-from zero_ext.plan.step_traffic import Sent, matrices_sent, step_bytes
+from zero_ext.plan.step_traffic import Sent, lines_sent, matrices_sent, step_bytes
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,10 @@ def sent_in_step(model: ModelCost, training: Training, policy: CommunicationConf
         accumulation_steps=training.accumulation_steps,
         gathered_once=lengths_gathered_once(model, training),
     )
-    matrices = matrix_step(model, training).sent
-    return sum(sent.values(), matrices_sent(matrices, training.world_size, policy.ranks_per_node))
+    matrices = matrix_step(model, training)
+    ranks, per_node = training.world_size, policy.ranks_per_node
+    sums = lines_sent(matrices.lines if training.placement.optimizer else 0, ranks, per_node)
+    return sum(sent.values(), sums + matrices_sent(matrices.sent, ranks, per_node, training.ns_dtype))
 
 
 ALIKE = 1.01

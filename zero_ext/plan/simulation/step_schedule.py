@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from zero_ext.config.buffer_sizes import REDUCTIONS_IN_FLIGHT
-from zero_ext.config.full_tensor_costs import DIRECTION_BYTES
 from zero_ext.config.tiers import is_stored
 from zero_ext.plan.simulation.planned_units import config_of, unit_specs
 from zero_ext.plan.simulation.task_timeline import (
@@ -93,7 +92,10 @@ class OptimizerSchedule:
         """Send a unit's matrices to their owners and back. Each unit has its part of what all owners do."""
         share = self._units[number].parameters / sum(unit.parameters for unit in self._units)
         ready, seconds = list(after), self._costs.to_owners(share)
-        away, copied = self._training.optimizer != "device", self._owned(number) * DIRECTION_BYTES
+        away, copied = (
+            self._training.optimizer != "device",
+            self._owned(number) * self._training.direction_bytes,
+        )
         if away:
             ready = [self._add(f"directions {number}", TO_DEVICE, self._costs.to_device(copied), ready)]
         if seconds:
@@ -231,6 +233,8 @@ class StepSchedule:
             self._backward(first=number == 0, last=number == steps - 1)
         done = [*self._stored_gradients.values(), *self._now]
         done = [self._add("norm", self._updates.gradients_at, self._updates.norm(), done)]
+        if seconds := self.costs.add_lines():
+            done = [self._add("rows and columns", LINK, seconds, done)]
         if when == "after_backward":
             self._updates.run_all(done)
         else:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zero_ext.config.full_tensor_costs import DIRECTION_BYTES
+from zero_ext.config.full_tensor_costs import MATMUL_SLOWDOWN
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.planned_units import MatrixStep
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import UnitCost
+from zero_ext.plan.step_traffic import SUM_BYTES
 
 COMPUTE, LINK, TO_DEVICE, TO_HOST = "compute", "collectives", "to device", "to host"
 READ, WRITE, HOST = "NVMe read", "NVMe write", "host update"
@@ -160,14 +161,21 @@ class Costs:
 
     def orthogonalize(self, share: float) -> float:
         """Return a ``share`` of the iterations on the matrices of the owner that has most to do."""
-        return share * self.matrices.flops / self.rates.matmul
+        return share * self.matrices.flops * MATMUL_SLOWDOWN[self.training.ns_dtype] / self.rates.matmul
 
     def to_owners(self, share: float) -> float:
         """Return a ``share`` of the way of all matrices to their owners, which is as long as the way back."""
         if not self.matrices.sent:
             return 0.0
-        received = share * self.matrices.sent * DIRECTION_BYTES / self.training.world_size
+        received = share * self.matrices.sent * self.training.direction_bytes / self.training.world_size
         return share * self.rates.latency + received / self.rates.collective
+
+    def add_lines(self) -> float:
+        """Return the sums over rows and columns of what all ranks have, and then of each matrix."""
+        if self.training.world_size == 1 or not (self.placement.optimizer and self.matrices.lines):
+            return 0.0
+        received = SUM_BYTES * self.matrices.lines * (self.training.world_size - 1)
+        return 2 * self.rates.latency + received / self.rates.collective
 
     def update(self, elements: int) -> float:
         """Return one pass of the update: state read and written, gradient read, parameter written."""

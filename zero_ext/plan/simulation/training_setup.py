@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
+from zero_ext.config.full_tensor_costs import DEFAULT_NS_DTYPE, DIRECTION_BYTES
 from zero_ext.config.offload import StatePlacement
 from zero_ext.config.optimizer_traits import OPTIMIZERS, planned_optimizers
 from zero_ext.config.tiers import CAPACITIES, TIERS, Tier, distance_from_device, other_tiers
@@ -70,6 +71,7 @@ class Training(StateTiers):
         clipping: the step waits for the global norm.
         moments_dtype: as in `precision`.
         optimizer_type: name of an optimizer with a fused step: Adafactor, Adam, AdamW, Lamb, Lion or Muon.
+        ns_dtype: dtype of Muon's iterations, as its setting.
         prefetch_elements: as in `units`.
         reuse_elements: as in `units`.
         bucket_elements: as in `units`.
@@ -93,6 +95,7 @@ class Training(StateTiers):
     clipping: bool = True
     moments_dtype: str = "fp32"
     optimizer_type: str = DEFAULT_OPTIMIZER
+    ns_dtype: str = DEFAULT_NS_DTYPE
     prefetch_elements: int = 8_388_608
     reuse_elements: int = 0
     bucket_elements: int = 16_777_216
@@ -104,7 +107,11 @@ class Training(StateTiers):
             check_count(name, getattr(self, name), least)
         StatePlacement.of_stage(self.stage)
         TrainingState({}, moments_dtype=self.moments_dtype)
-        choices: dict[str, tuple[str, ...]] = {"update_mode": UPDATE_MODES, "activations": ACTIVATIONS}
+        choices: dict[str, tuple[str, ...]] = {
+            "update_mode": UPDATE_MODES,
+            "activations": ACTIVATIONS,
+            "ns_dtype": tuple(DIRECTION_BYTES),
+        }
         for name, known in (choices | dict.fromkeys(FIRST_STAGE, CAPACITIES)).items():
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -169,6 +176,7 @@ class Training(StateTiers):
         batch, offload = config.batch.resolve(world_size), config.offload
         tiers: dict[str, Any] = {kind: TIERS[getattr(offload, kind)].capacity for kind in FIRST_STAGE}
         named = config.optimizer.type if config.optimizer is not None else DEFAULT_OPTIMIZER
+        params = config.optimizer.params if config.optimizer is not None else {}
         return cls(
             world_size=world_size,
             stage=config.stage,
@@ -180,6 +188,7 @@ class Training(StateTiers):
             clipping=bool(config.gradient_clipping),
             moments_dtype=config.precision.moments_dtype,
             optimizer_type=named if named in planned_optimizers() else DEFAULT_OPTIMIZER,
+            ns_dtype=params.get("ns_dtype", DEFAULT_NS_DTYPE),
             staging_buffer_bytes=offload.staging_buffer_bytes,
             **{name: getattr(config.units, name) for name in UNIT_SIZES},
         )
@@ -214,6 +223,11 @@ class Training(StateTiers):
     def needs_full_tensors(self) -> bool:
         """Return whether a step needs full matrices, each at one rank."""
         return OPTIMIZERS[self.optimizer_type].whole_tensors
+
+    @property
+    def direction_bytes(self) -> int:
+        """Bytes of an element on its way to the owner of its matrix and back."""
+        return DIRECTION_BYTES[self.ns_dtype]
 
     @property
     def rules(self) -> tuple[str, ...]:

@@ -270,10 +270,10 @@ class Transformer:
         )
         ends = [TensorGroup((), (1 if self.gated else 2) * hidden)]
         if not self.tied:
-            ends.append(TensorGroup((table,), tiles=layer.tiles))
-        first = [TensorGroup((table,), tied=self.tied, looked_up=not self.tied)]
-        first += [TensorGroup((self.before,), looked_up=True)] if self.before else []
-        ends += [TensorGroup((self.after,))] if self.after else []
+            ends.append(TensorGroup((table,), tiles=layer.tiles, side=hidden))
+        first = [TensorGroup((table,), tied=self.tied, looked_up=not self.tied, side=hidden)]
+        first += [TensorGroup((self.before,), looked_up=True, side=hidden)] if self.before else []
+        ends += [TensorGroup((self.after,), side=hidden)] if self.after else []
         return (*first, *[layer] * self.layers, *ends)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,20 @@ from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import communicator_bytes
 from zero_ext.config.full_tensor_costs import (
-    DIRECTION_BYTES,
+    deal_owners,
     full_tensor_step_bytes,
     newton_schulz_cost,
     wave_elements,
 )
 from zero_ext.config.tiers import CAPACITIES, TIERS, Tier, is_stored
 from zero_ext.offload import MemoryShard, StateField
-from zero_ext.optim import moments_dtype_named, state_kinds
+from zero_ext.optim import Segment, moments_dtype_named, state_kinds
+from zero_ext.optim.adafactor import FactoredLayout, is_factored
+from zero_ext.optim.full_tensors.muon_groups import direction_dtype
+from zero_ext.optim.full_tensors.owner_stepper import owner_cost
+from zero_ext.optim.full_tensors.owner_trial import planned_state_bytes
 from zero_ext.optim.optimizer_registry import (
+    factors_state,
     fusible,
     is_one_bit,
     needs_whole_tensors,
@@ -69,6 +74,7 @@ class MemoryEstimate:
         self._subject = model, optimizer, owned
         self.config, self.collectives, self.device = config, collectives, device
         self._fused = optimizer is not None and fusible(optimizer)
+        self._factors = factors_state(optimizer)
         self._separates_masters = is_one_bit(optimizer)
         world_size = collectives.shards.world_size
         replicas = collectives.world_size // world_size
@@ -82,10 +88,16 @@ class MemoryEstimate:
         used_up = uses_up_gradients(self.config, (plan.layout.dtype for plan in self.plans))
         for plan in self.plans:
             self._add(held, plan, used_up)
+            if self._factors and plan.spec.trained:
+                self._add_statistics(held, plan)
         held["device"]["staging"] += self.staging.device
         held["host"]["staging"] += self.staging.host + self.collectives.staging_bytes
         held["device"]["autograd's gradients"] += self.staging.autograd
-        self._add_matrices(held)
+        optimizer = self._subject[1]
+        if optimizer is not None and steps_at_owners(optimizer):
+            self._add_owners_state(held, optimizer)
+        elif optimizer is not None and needs_whole_tensors(optimizer):
+            self._add_matrices(held, direction_dtype(optimizer.param_groups).itemsize)
         if self.device.type == "cuda":  # what open communicators have not allocated yet
             held["device"]["NCCL's buffers (estimate)"] += sum(
                 communicator_bytes(each.world_size, each.nodes.ranks_per_node, opened=True)
@@ -118,17 +130,50 @@ class MemoryEstimate:
         shared = dtype is torch.float32 and placement.params_tier == tier and not separate
         held[tier]["optimizer"] += 0 if shared else numel * 4
         if not (self._fused or is_stored(tier)):  # torch's own code has its own tensors, without padding
-            begin, end = layout.shard_range(holders.rank) if placement.optimizer else (0, layout.numel)
-            numel = sum(segment.numel for segment in layout.segments(begin, end))
+            numel = sum(segment.numel for segment in self._own_segments(plan))
         held[tier]["optimizer"] += sum(
             field.entries(numel) * field.dtype.itemsize for field in self.kinds[plan.spec.rule].values()
         )
 
-    def _add_matrices(self, held: Mapping[Tier, Counter[str]]) -> None:
+    def _add_statistics(self, held: Mapping[Tier, Counter[str]], plan: UnitPlan) -> None:
+        """Add averages of squares: of rows and columns of full matrices, and of this rank's elements of the
+        other parameters."""
+        elements = sum(
+            segment.numel for segment in self._own_segments(plan) if not is_factored(segment.shape)
+        )
+        for spec in plan.layout.specs:
+            if is_factored(spec.shape):
+                elements += sum(FactoredLayout(spec.shape, spec.stride).numels())
+        held[TIERS[plan.spec.placement.optimizer_tier].near]["optimizer"] += 4 * elements
+
+    def _add_owners_state(self, held: Mapping[Tier, Counter[str]], optimizer: torch.optim.Optimizer) -> None:
+        """Add the state of the tensors that this rank owns, by a step of the optimizer on small ones."""
+        groups = enumerate(optimizer.param_groups)
+        group_of = {each: number for number, group in groups for each in group["params"]}
+        dealt: dict[Collectives | None, list[tuple[Tier, OwnedParameter]]] = defaultdict(list)
+        for plan in self.plans:
+            holders = self.collectives.holders(plan.expert).shards
+            shared = plan.spec.placement.optimizer and holders.world_size > 1
+            stepped = [each for each in plan.members if each.parameter in group_of and each.spec.numel]
+            dealt[holders if shared else None] += [
+                (plan.spec.placement.optimizer_tier, each) for each in stepped
+            ]
+        for ranks, members in dealt.items():
+            size, rank = (ranks.world_size, ranks.rank) if ranks is not None else (1, 0)
+            owners = deal_owners([owner_cost(each.spec.shape) for _, each in members], size)
+            for owner, (tier, each) in zip(owners, members, strict=True):
+                if owner == rank:
+                    number = group_of[each.parameter]
+                    held[tier]["optimizer"] += planned_state_bytes(optimizer, number, each.spec.shape)
+
+    def _own_segments(self, plan: UnitPlan) -> list[Segment]:
+        """Return the segments of a unit that this rank has the optimizer state of."""
+        layout, rank = plan.layout, self.collectives.holders(plan.expert).shards.rank
+        begin, end = layout.shard_range(rank) if plan.spec.placement.optimizer else (0, layout.numel)
+        return layout.segments(begin, end)
+
+    def _add_matrices(self, held: Mapping[Tier, Counter[str]], direction_bytes: int) -> None:
         """Add what a step on full matrices works on: those of all units, in backward of one."""
-        optimizer = self._subject[1]
-        if not needs_whole_tensors(optimizer) or steps_at_owners(optimizer):
-            return
         shards: list[int] = []
         away: list[int] = []  # of these, with state in another tier
         ranks, largest = 1, tuple[int, ...]((0, 0))
@@ -143,8 +188,10 @@ class MemoryEstimate:
             largest = max([largest, *(each.spec.shape for each in plan.members)], key=newton_schulz_cost)
         if self.config.offload.update_mode == "in_backward":
             shards, away = [max(shards, default=0)], [max(away, default=0)]
-        held["device"]["matrices of a step"] += full_tensor_step_bytes(shards, ranks, largest)
-        held["host"]["matrices of a step"] += DIRECTION_BYTES * wave_elements(away)
+        held["device"]["matrices of a step"] += full_tensor_step_bytes(
+            shards, ranks, largest, direction_bytes
+        )
+        held["host"]["matrices of a step"] += direction_bytes * wave_elements(away)
 
     def message(self, free_bytes: int) -> str:
         """Return what is planned for the device, which had ``free_bytes`` left, and what would fit."""

@@ -150,7 +150,9 @@ class OptimizerStep:
         )
         values = raise_on_all_ranks(self._updating, own, what, advice, stored=stored)
         sharded = any(master.unit.placement.optimizer for master in self._masters)
-        return self._collectives.sum_(values, "norms of the optimizer") if sharded else values
+        if not (sharded and values.numel()):
+            return values
+        return self._collectives.sum_(values, "norms of the optimizer")
 
     def wait(self) -> None:
         """Return when no update runs and counts are those of the steps made; raises what failed here."""
@@ -353,6 +355,8 @@ class OptimizerStep:
             overflow = bool(ranks)
         if findings.overflow:
             self._guarded(self.updates.rollback)
+        elif not (overflow or findings.updated):
+            self._read_settings()
         scale = gradient_scale(self._unscale(), findings.norm, self._clipping)
         # A delayed update of the step before uses the copies of gradients that ``run`` overwrites.
         self.finish()
@@ -366,6 +370,16 @@ class OptimizerStep:
         if not (self._waits_for_flag or self.updates.in_progress):
             self._guarded(lambda: self._refuse_state(self.steps + 1))
         return False
+
+    def _read_settings(self) -> None:
+        """Let the stepper read its settings, the same on all ranks. If it refuses them, undo updates
+        on trial, so that nothing is stepped."""
+        if self.stepper is not None:
+            try:
+                self.stepper.read_settings()
+            except ValueError:
+                self._guarded(self.updates.rollback)
+                raise
 
     def _guarded(self, action: Callable[[], object]) -> None:
         try:

@@ -48,6 +48,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         self._groups, self._on_trial = groups, on_trial
         self._number_of = {each: number for number, each in enumerate(self._gradients)}
         self._last = False  # whether the latest pass ends the accumulation
+        self._reads = True  # whether the stepper could read its settings. Else ``run`` makes all updates
         self._scale = torch.ones((), device="cpu")
         self._settings: list[dict[str, Any]] = []
         self._early: dict[int, frozenset[str]] = {}  # the parameters updated in backward, by range
@@ -68,6 +69,14 @@ class UpdatesInBackward(UpdatesAfterBackward):
         if last:
             # An update would overwrite what the user has written to parameters since the last step.
             follow_writes(self._masters, self._collectives)
+            self._reads = self._has_read_settings()
+
+    def _has_read_settings(self) -> bool:
+        try:
+            self._stepper.read_settings()
+        except ValueError:  # raised by the step, on all ranks
+            return False
+        return True
 
     @property
     def updated(self) -> bool:
@@ -92,7 +101,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         late = number in self._early
         if late and finite:
             self._refuse_late(gradients)
-        ready = self._last and finite and not late and self._error is None
+        ready = self._last and self._reads and finite and not late and self._error is None
         ready = ready and bool(gradients.contributed) and gradients.complete
         if self._last and self._stepper.is_collective(number):
             self._update_on_all_ranks(number, gradients, ready)
