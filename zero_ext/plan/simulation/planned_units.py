@@ -135,7 +135,7 @@ def matrix_step(model: ModelCost, training: Training) -> MatrixStep:
 
 
 def _lines(model: ModelCost) -> MatrixStep:
-    """Return rows and columns of all matrices, of which those of unknown shape count as square ones."""
+    """Return rows and columns of all matrices. Those of unknown shape count as square ones."""
     key = ("lines",)
     if key not in model.derived:
         lines = vectors = 0
