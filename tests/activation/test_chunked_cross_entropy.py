@@ -362,7 +362,7 @@ def test_a_vocabulary_split_over_ranks(world: World, options: dict[str, Any]) ->
         torch.testing.assert_close(full, other, rtol=1e-10, atol=1e-12)
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_ranks_with_fewer_words_have_the_same_chunks(world: World) -> None:
     torch.manual_seed(world.seed)
     tensors, labels = inputs_of(torch.float64)
@@ -376,7 +376,7 @@ def test_ranks_with_fewer_words_have_the_same_chunks(world: World) -> None:
     torch.testing.assert_close(found, wanted)
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_tokens_that_differ_on_the_ranks_of_a_split_weight(world: World) -> None:
     split = distribute_tensor(HEAD, mesh_of(tp=2)["tp"], [Shard(0)])
     with pytest.raises(RuntimeError, match="labels: expected the same on all ranks"):
