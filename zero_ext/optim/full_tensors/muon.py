@@ -27,7 +27,7 @@ from zero_ext.optim.full_tensors.muon_groups import (
 )
 
 BUFFER = "momentum_buffer"
-LEAST_PANEL = 96  # rows
+LEAST_PANEL = 256  # rows
 
 
 class Muon(torch.optim.Optimizer):
@@ -62,8 +62,9 @@ class Muon(torch.optim.Optimizer):
         ns_steps: iterations, fewer than 100.
         adjust_lr_fn: "original" (also None) multiplies `lr` by max(1, rows / columns)^½, "match_rms_adamw"
             by 0.2 max(rows, columns)^½.
-        ns_dtype: dtype of the iterations, "bf16" or "fp32". The latter is exact to rounding of fp32, slower,
-            and doubles the bytes that matrices travel with between ranks.
+        ns_dtype: dtype of the iterations, "bf16" or "fp32". The latter is exact to rounding of fp32 and
+            doubles the bytes that matrices travel with between ranks. It is the slower one, except on CPUs
+            without instructions for bf16.
         adamw: settings of `torch.optim.AdamW` for the other parameters: lr, betas, eps, weight_decay.
         module: the model. Pass it so that AdamW steps its embeddings, its output layer and its
             convolutions in one or three dimensions.
@@ -244,40 +245,50 @@ def newton_schulz(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tenso
         matrix: of any float dtype. With more than two dimensions it is a stack of matrices.
         group: settings ns_coefficients, ns_steps, ns_dtype and eps.
     """
-    a, b, c = group["ns_coefficients"]
     # Strides change the last bits of products. Where a matrix is one of several, these are stacked without.
     found = matrix.to(ns_dtype(group)).contiguous()
-    found = found.reshape(-1, *matrix.shape[-2:])
-    tall = found.size(1) > found.size(2)
-    found = found.mT if tall else found
-    norms = torch.stack([each.norm() for each in found])
-    found = found / norms.clamp(min=group["eps"])[:, None, None]
-    gram = found.new_empty(found.size(0), found.size(1), found.size(1))
+    stack = found.reshape(-1, *matrix.shape[-2:])
+    # A product of a batch rounds otherwise than torch's of a matrix, and on a CPU it is not faster.
+    batches = stack.unbind() if stack.is_cpu else [stack]
+    factors = [_orthogonal_factor(each, group) for each in batches]
+    return (torch.stack(factors) if stack.is_cpu else factors[0]).reshape(matrix.shape)
+
+
+def _orthogonal_factor(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Return that of a matrix [m, n], or of a batch of them [b, m, n] by one product for all."""
+    a, b, c = group["ns_coefficients"]
+    product, sum_with_product = (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
+    tall = matrix.size(-2) > matrix.size(-1)
+    found = matrix.mT if tall else matrix
+    norms = torch.stack([each.norm() for each in found.unbind()]) if found.dim() == 3 else found.norm()
+    found = found / norms.clamp(min=group["eps"])[..., None, None]
+    gram = found.new_empty(*found.shape[:-1], found.size(-2))
     polynomial = torch.empty_like(gram)
     for _ in range(group["ns_steps"]):
         for rows in _panels(gram):
-            torch.bmm(found[:, rows], found[:, : rows.stop].mT, out=gram[:, rows, : rows.stop])
+            left, right = found[..., rows, :], found[..., : rows.stop, :].mT
+            product(left, right, out=gram[..., rows, : rows.stop])
             _mirror(gram, rows)
         for rows in _panels(gram):
-            lower = gram[:, rows, : rows.stop]
-            product = polynomial[:, rows, : rows.stop]
-            torch.baddbmm(lower, gram[:, rows], gram[:, :, : rows.stop], beta=b, alpha=c, out=product)
+            lower, left, right = gram[..., rows, : rows.stop], gram[..., rows, :], gram[..., : rows.stop]
+            sum_with_product(lower, left, right, beta=b, alpha=c, out=polynomial[..., rows, : rows.stop])
             _mirror(polynomial, rows)
-        found = torch.baddbmm(found, polynomial, found, beta=a)
-    return (found.mT if tall else found).reshape(matrix.shape)
+        found = sum_with_product(found, polynomial, found, beta=a)
+    return found.mT if tall else found
 
 
 def _panels(symmetric: torch.Tensor) -> list[slice]:
     """Return the rows of matrices [..., m, m] that are computed by one product, up to their last column. Four
-    panels save three eighths of a symmetric product. Small matrices are slower with them, GPUs unmeasured."""
+    panels save three eighths of a symmetric product. Small ones are slower than they save. GPUs are
+    unmeasured."""
     size = symmetric.size(-1)
-    count = 4 if symmetric.device.type == "cpu" and size >= 4 * LEAST_PANEL else 1
+    count = min(4, max(1, size // LEAST_PANEL)) if symmetric.is_cpu else 1
     return [slice(size * index // count, size * (index + 1) // count) for index in range(count)]
 
 
 def _mirror(symmetric: torch.Tensor, rows: slice) -> None:
     """Copy what was computed of ``rows`` of matrices [..., m, m] to the columns above."""
-    symmetric[:, : rows.start, rows] = symmetric[:, rows, : rows.start].mT
+    symmetric[..., : rows.start, rows] = symmetric[..., rows, : rows.start].mT
 
 
 def adjusted_lr(group: Mapping[str, Any], shape: Sequence[int]) -> float:

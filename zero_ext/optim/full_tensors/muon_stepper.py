@@ -34,9 +34,6 @@ from zero_ext.optim.stepper import (
     stored_chunks,
 )
 
-# Of matrices in a batch: on a CPU only small ones are faster so.
-_CPU_BATCH_ELEMENTS = 1 << 16
-
 
 class MuonAndAdamWStepper(MultiTierStepper):
     """The steps of ``zero_ext.Muon`` and ``torch.optim.Muon``: a range has parameters of Muon or of AdamW.
@@ -169,14 +166,14 @@ class MuonStepper(RangeStepper):
         self._total(run, fallible=True)
 
     def _orthogonal(self, matrices: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the orthogonal factors of ``matrices`` by name; those of one shape and group in batches."""
+        """Return the orthogonal factors of ``matrices`` by name, on a GPU those of one shape in batches."""
         alike: dict[tuple[int, torch.Size], list[str]] = defaultdict(list)
         for name, matrix in matrices.items():
             alike[self._group_of[name], matrix.shape].append(name)
         found: dict[str, torch.Tensor] = {}
         for (group, shape), names in alike.items():
-            limit = _CPU_BATCH_ELEMENTS if matrices[names[0]].device.type == "cpu" else BATCH_ELEMENTS
-            count = max(1, limit // max(1, shape.numel()))
+            alone = matrices[names[0]].is_cpu  # where a batch is computed matrix by matrix
+            count = 1 if alone else max(1, BATCH_ELEMENTS // max(1, shape.numel()))
             for first in range(0, len(names), count):
                 batch = names[first : first + count]
                 stack = torch.stack([as_matrices(matrices[name]) for name in batch])
