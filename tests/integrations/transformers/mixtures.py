@@ -58,6 +58,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("jamba", JAMBA),
 }
 
+LISTED = ("listed", "listed_without_blocks")
+
 
 class _ListedMixture(nn.Module):
     """Experts in a list, of which a forward calls those that its tokens are routed to."""
@@ -82,19 +84,22 @@ class _ListedMixture(nn.Module):
 
 
 class ListedExperts(nn.Module):
-    """A language model of two mixtures, in the blocks of a stack."""
+    """A language model of two mixtures: in the blocks of a stack, or without any block around them."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, stacked: bool, width: int = 16) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), _ListedMixture(width)) for _ in range(2)
-        )
+        if stacked:
+            self.layers: Any = nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(width), _ListedMixture(width)) for _ in range(2)
+            )
+        else:
+            self.first, self.second = _ListedMixture(width), _ListedMixture(width)
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         hidden = self.words(input_ids)
-        for layer in self.layers:
+        for layer in self.layers if hasattr(self, "layers") else (self.first, self.second):
             hidden = layer(hidden)
         scores = self.head(hidden[:, :-1])
         return SimpleNamespace(
@@ -104,8 +109,8 @@ class ListedExperts(nn.Module):
 
 def mixture_of(family: str, seed: int, **changes: Any) -> Any:
     """A tiny model with random values for all parameters: biases are zero and norms one at first."""
-    if family == "listed":
-        model: Any = ListedExperts()
+    if family in LISTED:
+        model: Any = ListedExperts(stacked=family == "listed")
     else:
         kind, own = FAMILIES[family]
         known = AutoConfig.for_model(kind)

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 import zero_ext
-from tests.integrations.transformers.mixtures import FAMILIES, batches, mixture_of, reached_experts
+from tests.integrations.transformers.mixtures import FAMILIES, LISTED, batches, mixture_of, reached_experts
 from tests.integrations.transformers.models import enter
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 
-STEPS = 3
+STEPS, DEFAULT = 3, "grouped_mm"
+# Stages, and how transformers multiplies by experts. "eager" reads the weights of one expert at a time.
+CASES = [(1, DEFAULT), (2, DEFAULT), (3, DEFAULT), (3, "eager")]
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -35,7 +37,7 @@ def losses_alone(model: nn.Module, words: list[torch.Tensor]) -> list[float]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("family", [*FAMILIES, "listed"])
+@pytest.mark.parametrize("family", [*FAMILIES, *LISTED])
 def test_ranks_that_route_differently_train_as_one_process(world: World, family: str) -> None:
     enter(world)
     made, words = mixture_of(family, world.seed), batches(world.seed, world.size, STEPS)
@@ -43,8 +45,10 @@ def test_ranks_that_route_differently_train_as_one_process(world: World, family:
     assert reached[0] != reached[1], f"both ranks reach the same experts, seed {world.seed}"
     alone = copy.deepcopy(made)
     expected = losses_alone(alone, words)
-    for stage in (1, 2, 3):
+    for stage, experts in CASES:
         model = copy.deepcopy(made)
+        if experts != DEFAULT and family not in LISTED:
+            model.set_experts_implementation(experts)
         model, optimizer = zero_ext.prepare(
             model, optimizer_of(model), {"stage": stage}, process_group=world.group
         )
