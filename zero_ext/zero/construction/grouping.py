@@ -133,7 +133,8 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
     """Return the modules that are gathered as one.
 
     These are named classes and leaf modules, by default stack entries, and tiles, also those inside another
-    block. A leaf module inside a block is gathered with it.
+    block. A leaf module inside a block is gathered with it. A mixture of experts outside of any block is one,
+    as each rank calls the experts that its own tokens are routed to.
 
     Raises ``ValueError`` if a configured name matches nothing.
     """
@@ -150,7 +151,10 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
         chosen = labels & (named | leaves)
         unmatched.difference_update(labels)
         stack = isinstance(module, STACKS)
-        if prefix and (chosen or (in_stack and not stack and not named)):
+        by_default = (in_stack and not stack and not named) or (
+            _has_listed_experts(module) and not _has_named_inside(prefix, module, named | leaves)
+        )
+        if prefix and (chosen or by_default):
             blocks[prefix] = module
             continue
         for name, child in module.named_children():
@@ -166,6 +170,26 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
         )
     blocks.update((name, module) for name, module in model.named_modules() if isinstance(module, Tile))
     return blocks
+
+
+def _has_listed_experts(module: nn.Module) -> bool:
+    """Return whether ``module`` has a list of modules with equal parameters and a router to them: a matrix of
+    its own, or of a module right inside, with a row per entry."""
+    children = list(module.children())
+    matrices = [each for owner in (module, *children) for each in owner.parameters(recurse=False)]
+    rows = {matrix.shape[0] for matrix in matrices if matrix.dim() == 2}
+    for child in children:
+        entries = list(child.children()) if isinstance(child, nn.ModuleList | nn.ModuleDict) else []
+        shapes = {tuple((name, p.shape) for name, p in entry.named_parameters()) for entry in entries}
+        if len(entries) > 1 and len(entries) in rows and len(shapes) == 1 and shapes != {()}:
+            return True
+    return False
+
+
+def _has_named_inside(prefix: str, module: nn.Module, names: set[str]) -> bool:
+    """Return whether the configuration names a module inside ``module``, or its class."""
+    inner = (each for each in module.named_modules(prefix=prefix) if each[1] is not module)
+    return any(names & {name, type(each).__name__} for name, each in inner)
 
 
 def uses_up_gradients(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool:

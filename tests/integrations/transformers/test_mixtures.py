@@ -1,0 +1,65 @@
+"""Mixtures of experts on ranks that route differently, with no unit named: as one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.integrations.transformers.mixtures import FAMILIES, LISTED, batches, mixture_of, reached_experts
+from tests.integrations.transformers.models import enter
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+
+STEPS, DEFAULT = 3, "grouped_mm"
+# Stages, and how transformers multiplies by experts. "eager" reads the weights of one expert at a time.
+CASES = [(1, DEFAULT), (2, DEFAULT), (3, DEFAULT), (3, "eager")]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """With an epsilon that does not make rounding large where gradients are nothing."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def losses_alone(model: nn.Module, words: list[torch.Tensor]) -> list[float]:
+    """Of one process with the samples of all ranks."""
+    optimizer, losses = optimizer_of(model), []
+    for each in words:
+        loss = model(input_ids=each, labels=each).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", [*FAMILIES, *LISTED])
+def test_ranks_that_route_differently_train_as_one_process(world: World, family: str) -> None:
+    enter(world)
+    made, words = mixture_of(family, world.seed), batches(world.seed, world.size, STEPS)
+    reached = world.everyone(reached_experts(made, words[0][world.rank, None]))
+    assert reached[0] != reached[1], f"both ranks reach the same experts, seed {world.seed}"
+    alone = copy.deepcopy(made)
+    expected = losses_alone(alone, words)
+    for stage, experts in CASES:
+        model = copy.deepcopy(made)
+        if experts != DEFAULT and family not in LISTED:
+            model.set_experts_implementation(experts)
+        model, optimizer = zero_ext.prepare(
+            model, optimizer_of(model), {"stage": stage}, process_group=world.group
+        )
+        for each, one in zip(words, expected, strict=True):
+            own = each[world.rank, None]
+            loss = model(input_ids=own, labels=own).loss
+            model.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = sum(world.everyone(float(loss.detach()))) / world.size
+            assert abs(mean - one) <= 1e-5 * abs(one), f"stage {stage}, seed {world.seed}"
+        full = zero_ext.full_state_dict(model)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(full[name], value, rtol=1e-4, atol=1e-4, msg=f"{name}, {stage}")
