@@ -133,6 +133,7 @@ def assert_equal(found: Parameters, wanted: Parameters) -> None:
         (2, {"update_mode": "in_backward"}),
         (4, {"update_mode": "in_backward"}),
         (2, {"grads": "host", "optimizer": "nvme"}),
+        (2, {"optimizer": "host", "update_mode": "delayed"}),
     ],
 )
 def test_split_matrices(world: World, tp: int, offload: dict[str, Any]) -> None:
@@ -417,8 +418,6 @@ def test_layouts_that_are_refused(world: World) -> None:
     in_backward = {"stage": 3, "offload": {"update_mode": "in_backward"}}
     tiles = {**in_backward, "units": {"tiles": {"hidden": 2}}}
     refused(r"'in_backward', as the update of a tile .* got \['hidden.weight'\]", Layers(world.seed), tiles)
-    delayed = {"stage": 3, "offload": {"optimizer": "host", "update_mode": "delayed"}}
-    refused("in another order on every rank", Layers(world.seed), delayed)
     tiled = nn.ModuleList([zero_ext.TiledLinear(8, 8, out_splits=2)])
     tiled[0].tiles[0].weight.use_muon = False
     refused("tiles of '0.weight': expected all of them in one param group", tiled, {"stage": 3})

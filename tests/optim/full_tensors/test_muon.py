@@ -34,6 +34,8 @@ TIERS: list[tuple[int, dict[str, Any]]] = [
     (3, HOST),
     (3, dict.fromkeys(HOST, "nvme")),
     (3, {"update_mode": "in_backward"}),
+    (1, {"optimizer": "host", "update_mode": "delayed"}),
+    (3, {**dict.fromkeys(HOST, "nvme"), "update_mode": "delayed"}),
 ]
 LARGE: dict[str, Any] = {"units": {"persistence_threshold": 10_000}}
 MIXED: dict[str, Any] = {"units": {"persistence_threshold": 100, "bucket_elements": 600}}
@@ -122,6 +124,7 @@ def sharded(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+            model.finish_update()  # so that a delayed one is not stale
         return model, zero_ext.full_state_dict(model, rank0_only=False), losses
 
 
