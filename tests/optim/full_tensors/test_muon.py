@@ -133,7 +133,7 @@ def test_equals_torchs_own(world: World) -> None:
     losses, parameters = plain(world, LONG)
     for stage, offload in TIERS:
         _, found, own = sharded(world, stage, offload, steps=LONG)
-        assert own == [each[world.rank] for each in losses], (stage, offload)
+        assert own == [each[world.rank] for each in losses], (stage, offload, own, losses)
         for name, value in parameters.items():
             assert torch.equal(found[name], value), (stage, offload, name)
 
@@ -333,6 +333,7 @@ def test_matrices_and_the_rest_in_one_optimizer(world: World) -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                model.finish_update()
                 losses.append(loss.item())
             totals = engine_of(model).collectives.sum_(torch.tensor(losses, dtype=torch.float64), "losses")
             found = zero_ext.full_state_dict(model, rank0_only=False)
