@@ -233,11 +233,12 @@ def test_a_slice_that_is_not_finite_stops_all_ranks(world: World, update_mode: s
 @on_ranks(4)
 @pytest.mark.parametrize("layout", ["ep", "tp"])
 def test_models_of_experts_and_of_split_layers(world: World, layout: str) -> None:
-    """Updates differ by rounding alone. A gradient that rounds to another bf16 number may turn a direction
-    with a small singular value, while slices that are orthogonalized alone change all of the update."""
+    """Updates differ by rounding alone, while slices that are orthogonalized alone change all of the update.
+    In bf16 the iterations would amplify what rounds in a gate's gradient: its rows add up to zero, so that
+    one of its singular values is rounding alone."""
 
     def muon(model: nn.Module) -> torch.optim.Optimizer:
-        return zero_ext.Muon(model.parameters(), **SETTINGS)
+        return zero_ext.Muon(model.parameters(), **SETTINGS, ns_dtype="fp32")
 
     steps = training.batches(world.seed, STEPS)
     with mock.patch.object(training, "adamw", muon):
@@ -255,7 +256,7 @@ def test_models_of_experts_and_of_split_layers(world: World, layout: str) -> Non
     assert found.keys() == start.keys()
     for name, value in found.items():
         error, update = (value - wanted[name]).norm(), (wanted[name] - start[name]).norm()
-        assert error <= 0.05 * update, name
+        assert error <= 0.002 * update, name
 
 
 class Layers(nn.Module):
