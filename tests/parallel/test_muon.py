@@ -133,6 +133,7 @@ def assert_equal(found: Parameters, wanted: Parameters) -> None:
         (2, {"update_mode": "in_backward"}),
         (4, {"update_mode": "in_backward"}),
         (2, {"grads": "host", "optimizer": "nvme"}),
+        (2, {"optimizer": "host", "update_mode": "delayed"}),
     ],
 )
 def test_split_matrices(world: World, tp: int, offload: dict[str, Any]) -> None:
@@ -232,11 +233,12 @@ def test_a_slice_that_is_not_finite_stops_all_ranks(world: World, update_mode: s
 @on_ranks(4)
 @pytest.mark.parametrize("layout", ["ep", "tp"])
 def test_models_of_experts_and_of_split_layers(world: World, layout: str) -> None:
-    """Updates differ by rounding alone. A gradient that rounds to another bf16 number may turn a direction
-    with a small singular value, while slices that are orthogonalized alone change all of the update."""
+    """Updates differ by rounding alone, while slices that are orthogonalized alone change all of the update.
+    In bf16 the iterations would amplify what rounds in a gate's gradient: its rows add up to zero, so that
+    one of its singular values is rounding alone."""
 
     def muon(model: nn.Module) -> torch.optim.Optimizer:
-        return zero_ext.Muon(model.parameters(), **SETTINGS)
+        return zero_ext.Muon(model.parameters(), **SETTINGS, ns_dtype="fp32")
 
     steps = training.batches(world.seed, STEPS)
     with mock.patch.object(training, "adamw", muon):
@@ -254,7 +256,7 @@ def test_models_of_experts_and_of_split_layers(world: World, layout: str) -> Non
     assert found.keys() == start.keys()
     for name, value in found.items():
         error, update = (value - wanted[name]).norm(), (wanted[name] - start[name]).norm()
-        assert error <= 0.05 * update, name
+        assert error <= 0.002 * update, name
 
 
 class Layers(nn.Module):
@@ -417,8 +419,6 @@ def test_layouts_that_are_refused(world: World) -> None:
     in_backward = {"stage": 3, "offload": {"update_mode": "in_backward"}}
     tiles = {**in_backward, "units": {"tiles": {"hidden": 2}}}
     refused(r"'in_backward', as the update of a tile .* got \['hidden.weight'\]", Layers(world.seed), tiles)
-    delayed = {"stage": 3, "offload": {"optimizer": "host", "update_mode": "delayed"}}
-    refused("in another order on every rank", Layers(world.seed), delayed)
     tiled = nn.ModuleList([zero_ext.TiledLinear(8, 8, out_splits=2)])
     tiled[0].tiles[0].weight.use_muon = False
     refused("tiles of '0.weight': expected all of them in one param group", tiled, {"stage": 3})

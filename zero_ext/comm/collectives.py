@@ -34,6 +34,7 @@ from zero_ext.config.communication import (
     resolve_reduction,
 )
 from zero_ext.config.events import Bus, CollectiveEnd
+from zero_ext.config.internal_error import zero_ext_bug
 
 
 class Collectives:
@@ -51,7 +52,7 @@ class Collectives:
     parallelism); None without model parallelism. ``slices`` are those of all data-parallel and
     tensor-parallel ranks of a pipeline stage; None unless :meth:`join_slices` has set them. ``recorder``
     finds ranks that make different collectives; ``members`` are the ranks of this group among those that it
-    compares. ``ranks`` are the same ranks in the world.
+    compares. ``ranks`` are the same ranks in the world. ``reconnect`` is what :meth:`reconnected` calls.
 
     What every rank has is shared by all of them, an expert by the ranks that :meth:`join_experts` named.
     """
@@ -68,6 +69,7 @@ class Collectives:
         *,
         reduction: ResolvedReduction = "rank_order",
         in_one_order: bool = False,
+        reconnect: Callable[[], Collectives] | None = None,
     ):
         self.rank, self.world_size = rank, world_size = gathers.rank, gathers.world_size
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
@@ -93,6 +95,7 @@ class Collectives:
         self.model: Collectives | None = None
         self.slices: Collectives | None = None
         self.tensor_rank = 0
+        self._reconnect = reconnect
         self._experts: Collectives | None = None
 
     @property
@@ -183,6 +186,13 @@ class Collectives:
         group._gathers.order = self._gathers.order
         group._reductions.order = self._reductions.order
         return group
+
+    def reconnected(self) -> Collectives:
+        """Return collectives of the same ranks in host memory, over connections and counted in a log of their
+        own. Their order relative to all others is free, so a thread may make them. A collective."""
+        if self._reconnect is None:
+            raise zero_ext_bug("a group of ranks has no connections that can be made again")
+        return self._reconnect()
 
     @property
     def staging_bytes(self) -> int:

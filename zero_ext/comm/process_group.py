@@ -9,6 +9,7 @@ import uuid
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -116,6 +117,7 @@ def make_collectives(
         ranks=ranks,
         reduction=added,
         in_one_order=path.kind == "backend",
+        reconnect=partial(make_collectives, group, timeout_seconds, ranks_per_node=ranks_per_node),
     )
 
 
@@ -138,6 +140,7 @@ def _simulated(
         ranks=ranks,
         reduction=reduction,
         in_one_order=path.device.type != "cpu",
+        reconnect=partial(_simulated, parent, ranks, TransferPath("fake", CPU), "rank_order", nodes),
     )
 
 
@@ -169,7 +172,9 @@ def single_rank(ranks_per_node: int | None = None) -> Collectives:
     """Return the collectives of a single rank. Raises ``ValueError`` for a node of several."""
     nodes = NodeMap(0, 1, ranks_per_node or 1)
     own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return Collectives(_NoPeers(0, 1), _NoPeers(0, 1), TrafficStats(), nodes, ranks=[own])
+    transports = _NoPeers(0, 1), _NoPeers(0, 1)
+    reconnect = partial(single_rank, ranks_per_node)
+    return Collectives(*transports, TrafficStats(), nodes, ranks=[own], reconnect=reconnect)
 
 
 class _FakeBackendTransport(DeviceTransport):

@@ -42,6 +42,13 @@ class TrafficStats:
         self.bytes_sent[kind] += bytes_sent
         self.crossing_bytes[kind] += crossing_bytes
 
+    def move_from(self, other: TrafficStats) -> None:
+        """Add what ``other`` has counted since its last step, and set it to zero there."""
+        own, others = ((each.elements, each.bytes_sent, each.crossing_bytes) for each in (self, other))
+        for counts, added in zip(own, others, strict=True):
+            counts.update(added)
+            added.clear()
+
     def begin_step(self) -> None:
         """Close the current step: its counts become ``last_*`` and the running ones start at zero."""
         self.last_elements, self.elements = self.elements, Counter()

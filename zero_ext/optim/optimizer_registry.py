@@ -197,13 +197,6 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
             f"'{when}'. All tensors are stepped at their owners together, once for every change of the param "
             "groups' own entries. Set offload.update_mode to 'after_backward'."
         )
-    if needs_whole_tensors(optimizer) and when == "delayed":
-        raise ValueError(
-            "offload.update_mode: expected 'after_backward' or 'in_backward' with "
-            f"{type(optimizer).__name__}, got 'delayed'. Its step sends matrices between the ranks. Delayed "
-            "updates run on a thread of their own. Their collectives and those of forward and backward would "
-            "come in another order on every rank. Set offload.update_mode to 'after_backward'."
-        )
 
 
 def check_groups(optimizer: optim.Optimizer) -> None:

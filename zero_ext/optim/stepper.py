@@ -164,6 +164,10 @@ class PendingTransform(Protocol):
 class TensorExchange(Protocol):
     """Makes tensors whole at one rank each, in the middle of a step on shards."""
 
+    @property
+    def in_host_memory(self) -> bool:
+        """Return whether the values have to be in host memory."""
+
     def related(self, owned: OwnedRange) -> Collection[OwnedRange]:
         """Return the ranges that have to be in ``values`` with ``owned``."""
 

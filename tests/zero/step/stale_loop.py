@@ -33,15 +33,19 @@ class Case(NamedTuple):
     undelayed: int = 0
     read_after: int = -1
     overflow_at: int = -1
+    muon: bool = False
 
 
-def maker(fused: bool) -> Any:
-    """Makes the optimizer of two groups. Only the matrices decay."""
+def maker(fused: bool, muon: bool = False) -> Any:
+    """Makes the optimizer of two groups. Only the matrices decay, and with ``muon`` they are Muon's."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         found = list(parameters)
         matrices = {"params": [each for each in found if each.dim() > 1], "weight_decay": 0.1}
         groups = [matrices, {"params": [each for each in found if each.dim() < 2], "weight_decay": 0.0}]
+        if muon:
+            rules = [{**group, "use_muon": rule} for group, rule in zip(groups, (True, False), strict=True)]
+            return zero_ext.Muon(rules, lr=RATES[0], adamw={"lr": RATES[0], "eps": 1e-6})
         if fused:
             return torch.optim.AdamW(groups, lr=RATES[0], eps=1e-6)
         return torch.optim.SGD(groups, lr=RATES[0], momentum=0.9)
@@ -75,9 +79,14 @@ def backward_of(world: World, model: Any, case: Case, step: int) -> list[float]:
 class PlainOptimizer:
     """fp32 master weights by name, stepped one parameter at a time."""
 
-    def __init__(self, masters: Mapping[str, torch.Tensor], fused: bool) -> None:
+    def __init__(self, masters: Mapping[str, torch.Tensor], fused: bool, muon: bool = False) -> None:
         self.masters = {name: value.detach().clone() for name, value in masters.items()}
         self._fused = fused
+        self._muon = {
+            name: torch.optim.Muon([master])
+            for name, master in self.masters.items()
+            if muon and master.dim() > 1
+        }
         self._moments = {
             name: [torch.zeros_like(value.detach()) for _ in range(2)] for name, value in masters.items()
         }
@@ -87,6 +96,11 @@ class PlainOptimizer:
         """One parameter, from its gradient times ``scale``."""
         master, moments = self.masters[name], self._moments[name]
         decay = 0.1 if master.dim() > 1 else 0.0
+        if name in self._muon:
+            self._muon[name].param_groups[0].update(lr=rate, weight_decay=decay)
+            master.grad = gradient.float() * scale
+            self._muon[name].step()
+            return
         if not self._fused:
             direction = gradient.float() * scale
             direction = direction.add(master, alpha=decay) if decay else direction
@@ -107,7 +121,7 @@ def train_stale(world: World, model: nn.Module, stage: int, case: Case) -> tuple
 
     Gradients come from a model on the device that is never stepped: values are loaded into it.
     """
-    optimizer = PlainOptimizer(dict(model.named_parameters()), case.fused)
+    optimizer = PlainOptimizer(dict(model.named_parameters()), case.fused, case.muon)
     twin, _ = prepared_for(world, model, stage, maker(case.fused), **configuration(case))
     seen = copy.deepcopy(optimizer.masters)
     losses = []
@@ -175,7 +189,7 @@ def train_delayed(
     tiers = {**offload, "update_mode": "delayed", "delay_start_step": case.undelayed}
     with placed(tiers) as section:
         config = configuration(case, offload=section)
-        model, optimizer = prepared_for(world, model, stage, maker(case.fused), **config)
+        model, optimizer = prepared_for(world, model, stage, maker(case.fused, case.muon), **config)
         step_of = engine_of(model).optimizer_step
         gate = Gate(engine_of(model))
         losses = []

@@ -44,6 +44,9 @@ CASES = [
     Case(dtype="bf16", clip=0.1, read_after=1),
     Case(dtype="fp16", overflow_at=2, fused=False),
     Case(dtype="fp16", overflow_at=1, clip=0.5),
+    Case(muon=True),
+    Case(muon=True, dtype="bf16", micro_batches=2, clip=0.1, undelayed=2),
+    Case(muon=True, dtype="fp16", overflow_at=2, read_after=1),
 ]
 TIERS = [
     {"optimizer": "host"},

@@ -109,8 +109,7 @@ class MuonStepper(RangeStepper):
             self._read_and_write(landed, wave, scale, used)
             for each in landed:
                 yield from (update.index for update in each.updates)
-            # Wherever the state is, matrices are orthogonalized on the device that trains.
-            device = self._staging.torch_device("device")
+            device = self._staging.torch_device("host" if self._exchange.in_host_memory else "device")
             wave.directions = {index: values.to(device) for index, values in wave.directions.items()}
             values = {self._ranges[index]: values for index, values in wave.directions.items()}
             wave.pending = self._exchange.start(values, used.intersection(self._group_of))
@@ -166,18 +165,21 @@ class MuonStepper(RangeStepper):
         self._total(run, fallible=True)
 
     def _orthogonal(self, matrices: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the orthogonal factors of ``matrices`` by name, on a GPU those of one shape in batches."""
+        """Return the orthogonal factors of ``matrices`` by name. They are computed on the device that trains,
+        wherever the state is, and on a GPU in batches of one shape."""
+        device = self._staging.torch_device("device")
         alike: dict[tuple[int, torch.Size], list[str]] = defaultdict(list)
         for name, matrix in matrices.items():
             alike[self._group_of[name], matrix.shape].append(name)
         found: dict[str, torch.Tensor] = {}
         for (group, shape), names in alike.items():
-            alone = matrices[names[0]].is_cpu  # where a batch is computed matrix by matrix
+            alone = device.type == "cpu"  # where a batch is computed matrix by matrix
             count = 1 if alone else max(1, BATCH_ELEMENTS // max(1, shape.numel()))
             for first in range(0, len(names), count):
                 batch = names[first : first + count]
                 stack = torch.stack([as_matrices(matrices[name]) for name in batch])
-                results = newton_schulz(stack, self._groups[group]).reshape(-1, *shape)
+                results = newton_schulz(stack.to(device), self._groups[group]).to(stack.device)
+                results = results.reshape(-1, *shape)
                 found.update(zip(batch, results, strict=True))
         return found
 

@@ -144,11 +144,6 @@ class Training(StateTiers):
             raise ValueError(
                 f"moments_dtype: expected fp32 or bf16 with {traits.name}, got '8bit'. Choose one of them."
             )
-        if self.update_mode == "delayed" and traits.whole_tensors:
-            raise ValueError(
-                f"update_mode: expected 'after_backward' or 'in_backward' with {traits.name}, got 'delayed'. "
-                "Choose one of them."
-            )
 
     @classmethod
     def of_config(

@@ -57,6 +57,13 @@ def _cost(spec: ParameterSpec) -> int:
     return newton_schulz_cost(spec.shape) if len(spec.shape) >= 2 else spec.numel
 
 
+def _among(collectives: Collectives, group: Collectives | None) -> Collectives | None:
+    """Return ``collectives``, or those of the ranks of ``group`` alone. None stays None."""
+    if group is None or group.ranks == collectives.ranks:
+        return group and collectives
+    return collectives.among([collectives.ranks.index(rank) for rank in group.ranks])
+
+
 class OptimizerStep:
     """Steps the master shards by their reduced gradients and keeps count.
 
@@ -84,6 +91,8 @@ class OptimizerStep:
         self._norms, self._collectives, self._tiers = norms, collectives, tiers
         # Of the ranks that wait for one another in an update. An error on one of them is raised on all.
         self._updating = collectives.slices or collectives
+        # Delayed updates send matrices from a thread of their own, over connections of their own.
+        self._stepping = self._updating
         self._clipping = config.gradient_clipping
         self._when = config.offload.update_mode
         self._delays_after = config.offload.delay_start_step
@@ -127,7 +136,10 @@ class OptimizerStep:
         if exchanges:
             owned = [each for each in self._masters if steps_full_tensors(each.unit.spec.rule)]
             found = sliced_tensors(owned, full_tensors, self._collectives)
-            self._exchange = OwnerExchange(found, _cost)
+            if self._when == "delayed":
+                self._stepping = self._updating.reconnected()
+                found = {_among(self._stepping, group): tensors for group, tensors in found.items()}
+            self._exchange = OwnerExchange(found, _cost, in_host_memory=self._when == "delayed")
         self.stepper = make(self._masters, settings, self._total, self._exchange)
         if self._flag is not None:
             self.stepper.watch(self._flag)
@@ -148,7 +160,7 @@ class OptimizerStep:
         what, advice = (
             ("the optimizer's own code", MIXTURE) if fallible else ("reading the state for a step", "")
         )
-        values = raise_on_all_ranks(self._updating, own, what, advice, stored=stored)
+        values = raise_on_all_ranks(self._stepping, own, what, advice, stored=stored)
         sharded = any(master.unit.placement.optimizer for master in self._masters)
         if not (sharded and values.numel()):
             return values
@@ -163,6 +175,8 @@ class OptimizerStep:
         """Make the parameters follow the updates of the last step; a collective."""
         if self.updates.in_progress:
             self._guarded(self.updates.finish)
+            if self._stepping is not self._updating:
+                self._collectives.traffic.move_from(self._stepping.traffic)
             self._guarded(lambda: self._refuse_state(self.steps))
 
     # -- verdicts -----------------------------------------------------------------------------------------
@@ -376,7 +390,7 @@ class OptimizerStep:
         on trial, so that nothing is stepped."""
         if self.stepper is not None:
             try:
-                self.stepper.read_settings()
+                self.updates.read_settings()
             except ValueError:
                 self._guarded(self.updates.rollback)
                 raise

@@ -318,16 +318,20 @@ class DelayedUpdates(UpdatesAfterBackward):
         self._used: frozenset[str] = frozenset()
         self._joining: weakref.finalize[Any, Any] | None = None
 
+    def read_settings(self) -> None:
+        """Do nothing: :meth:`run` reads them, when no update uses those of the step before."""
+
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         """See :class:`UpdateSchedule`. Copy the gradients. The updates start in :meth:`begin_delayed`,
         or at the latest in :meth:`finish`."""
         if self._job is not None:
             raise zero_ext_bug("the updates of a step before were not finished")
-        updates = self._copy_gradients()
         for copied, live in zip(self._settings, settings_of(self._groups), strict=True):
             # In place, because the stepper holds these dictionaries.
             copied.clear()
             copied.update(live)
+        self._stepper.read_settings()
+        updates = self._copy_gradients()
         # The call must not refer to this object, or the object would outlive the model.
         self._job = _Job(_step_of(self._stepper, updates, scale, used, self._tiers.device), self._tiers.bus)
         self._used = used

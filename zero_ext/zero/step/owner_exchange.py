@@ -34,14 +34,17 @@ class OwnerExchange:
         tensors: those of each group of ranks, in the same order on all of them; of None those that this rank
             has in full.
         cost: of computing the result for a tensor.
+        in_host_memory: whether tensors travel there, as collectives on a thread of its own do.
     """
 
     def __init__(
         self,
         tensors: Mapping[Collectives | None, Sequence[SlicedTensor]],
         cost: Callable[[ParameterSpec], int],
+        in_host_memory: bool = False,
     ) -> None:
         self._tensors = tensors
+        self.in_host_memory = in_host_memory
         self._alone = tuple(tensors.get(None, ()))
         self._shared = {
             collectives: _dealt(collectives, chosen, cost)
@@ -68,7 +71,7 @@ class OwnerExchange:
 
     def dealt_by(self, cost: Callable[[Sequence[int]], int]) -> OwnerExchange:
         """Return an exchange of the same tensors with owners by another ``cost`` of a tensor's shape."""
-        return OwnerExchange(self._tensors, lambda spec: cost(spec.shape))
+        return OwnerExchange(self._tensors, lambda spec: cost(spec.shape), self.in_host_memory)
 
     def own_tensors(self) -> dict[str, bool]:
         """Return the tensors that this rank owns by name, and whether all other ranks own them, too."""

@@ -103,6 +103,10 @@ class UpdateSchedule:
     def read(self, gradients: UnitGradients, index: int) -> None:
         """Backward runs code of the model again that reads parameter ``index`` of this unit."""
 
+    def read_settings(self) -> None:
+        """Let the stepper read its settings for the next :meth:`run`, the same on all ranks. Raise
+        ``ValueError`` for what it refuses."""
+
     def used_parameters(self) -> frozenset[str]:
         """Return the names of the parameters that have a gradient. Raise ``RuntimeError`` if none has."""
         raise _no_optimizer()
@@ -177,6 +181,9 @@ class UpdatesAfterBackward(UpdateSchedule):
 
     def __init__(self, inputs: UpdateInputs) -> None:
         self._stepper, self._masters, self._gradients, self._collectives = inputs
+
+    def read_settings(self) -> None:
+        self._stepper.read_settings()
 
     def used_parameters(self) -> frozenset[str]:
         owned = [(each.unit.layout.specs, each.contributed) for each in self._gradients]
