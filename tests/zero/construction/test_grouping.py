@@ -47,6 +47,7 @@ MIXTURES = {
     "linear": (Mixture(linear()), {"mixture"}),
     "parameter": (Mixture(nn.Parameter(linear().weight)), {"mixture"}),
     "a router to others": (Mixture(linear(COUNT + 1)), ENTRIES),
+    "an embedding with a row per entry": (Mixture(nn.Embedding(COUNT, WIDTH)), ENTRIES),
     "experts of several sizes": (Mixture(linear(), (4, 5, 6)), ENTRIES),
 }
 

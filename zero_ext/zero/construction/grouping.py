@@ -174,9 +174,10 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
 
 def _has_listed_experts(module: nn.Module) -> bool:
     """Return whether ``module`` has a list of modules with equal parameters and a router to them: a matrix of
-    its own, or of a module right inside, with a row per entry."""
+    its own, or of a module right inside, with a row per entry. An embedding is no router."""
     children = list(module.children())
-    matrices = [each for owner in (module, *children) for each in owner.parameters(recurse=False)]
+    owners = [each for each in (module, *children) if not isinstance(each, nn.Embedding)]
+    matrices = [each for owner in owners for each in owner.parameters(recurse=False)]
     rows = {matrix.shape[0] for matrix in matrices if matrix.dim() == 2}
     for child in children:
         entries = list(child.children()) if isinstance(child, nn.ModuleList | nn.ModuleDict) else []
