@@ -213,7 +213,7 @@ REFUSED: list[tuple[str, dict[str, int], str]] = [
 def test_what_cannot_be_spread(world: World, model: str, lengths: dict[str, int], message: str) -> None:
     enter(world)
     if model == "uneven":
-        made = mixture_of("mixtral", world.seed, num_local_experts=6)
+        made = mixture_of("mixtral", world.seed, num_local_experts=6, num_experts=6)
     else:
         made = quantized("mixtral", world.seed) if model == "quantized" else mixture_of(model, world.seed)
     mesh = make_mesh(**lengths, device_type="cpu")
