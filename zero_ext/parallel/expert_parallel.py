@@ -110,6 +110,8 @@ def _problem_of(module: nn.Module, ranks: int) -> str | None:
             "expected experts that transformers calls with tokens, indices and weights, got a forward "
             f"{kind}. Leave apply_expert_parallel out: ZeRO shards these experts over all ranks."
         )
+    if any(expert_ranks(each) for each in parameters.values()):
+        return "expected experts on all ranks, got some that are spread already. Call this function once."
     if count % ranks:
         return (
             f"expected a multiple of ep ({ranks}), got {count} experts. Set 'ep' to a divisor of {count} in "
@@ -127,8 +129,6 @@ def _problem_of(module: nn.Module, ranks: int) -> str | None:
                 f"expected '{name}' unquantized and built outside of zero_ext.Init, got {parameter.dtype}, "
                 "quantized or sharded. Load it unquantized, outside of zero_ext.Init."
             )
-        if expert_ranks(parameter):
-            return f"expected '{name}' on all ranks, got it spread already. Call apply_expert_parallel once."
     return None
 
 

@@ -226,7 +226,7 @@ def test_what_cannot_be_spread(world: World, model: str, lengths: dict[str, int]
 def test_what_prepare_refuses_and_a_second_call(world: World) -> None:
     enter(world)
     model = apply_expert_parallel(mixture_of("mixtral", world.seed), mesh_of(2))
-    with pytest.raises(ValueError, match=re.escape("on all ranks, got it spread already")):
+    with pytest.raises(ValueError, match="got some that are spread already"):
         apply_expert_parallel(model, mesh_of(2))
     muon = zero_ext.Muon(model.parameters(), lr=0.1, module=model)
     with pytest.raises(ValueError, match="got Muon, which needs full tensors"):
