@@ -52,10 +52,14 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> Model:
         On four ranks:
 
         ```python
+        from transformers import MixtralConfig, MixtralForCausalLM
         from zero_ext.parallel import apply_expert_parallel, make_mesh
 
         mesh = make_mesh(ep=4)
+        torch.manual_seed(0)  # the same values on all ranks
+        config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=1)
         model = apply_expert_parallel(MixtralForCausalLM(config), mesh)
+        assert model.model.layers[0].mlp.experts.num_experts == 2  # of 8
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = zero_ext.prepare(model, optimizer, {"stage": 3}, process_group=mesh)
         ```
