@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from tests.docs.snippets import snippets_of
+from tests.integrations.transformers.mixtures import VOCABULARY as MIXTURE_VOCABULARY
+from tests.integrations.transformers.mixtures import mixture_of
 from tests.integrations.transformers.models import VOCABULARY, llama
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -74,3 +76,12 @@ def test_the_page_runs(world: World) -> None:
         hidden, loss = torch.randn(2, 3, 512), torch.tensor(0.0, device="cpu")
         page.run_next(make_expert=lambda number: nn.Linear(512, 512), hidden=hidden, loss=loss)
         assert names["mixed"].hidden.shape == hidden.shape
+
+        mixture = mixture_of("mixtral", world.seed)
+        if world.rank == 0:
+            mixture.save_pretrained(folder / "mixture")
+        world.barrier()
+        own = torch.randint(MIXTURE_VOCABULARY, (1, 8))
+        page.run_next(folder=folder / "mixture", batch={"input_ids": own, "labels": own})
+        expected = mixture(input_ids=own, labels=own).loss
+        torch.testing.assert_close(names["loss"], expected.detach(), rtol=1e-5, atol=0)

@@ -8,6 +8,7 @@ from zero_ext.config.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from zero_ext.parallel.batch_sharding import shard_batch
+    from zero_ext.parallel.expert_parallel import apply_expert_parallel
     from zero_ext.parallel.link_topology import (
         AxisTraffic,
         LinkLevel,
@@ -36,6 +37,7 @@ __all__ = [
     "SequenceExchange",
     "TransformerStep",
     "all_mappings",
+    "apply_expert_parallel",
     "apply_tensor_parallel",
     "automatic_plan",
     "best_mapping",
@@ -54,6 +56,7 @@ __all__ = [
 # Mappings are computed without torch, whose split tensors take a second to import.
 _NAMES = {
     "batch_sharding": "shard_batch",
+    "expert_parallel": "apply_expert_parallel",
     "link_topology": "AxisTraffic LinkLevel LinkTopology TransformerStep transformer_traffic",
     "mesh": "make_mesh",
     "pipeline.stage_module": "split_stages",

@@ -16,7 +16,7 @@ from zero_ext.zero.units.parameter_marks import mark_expert
 from zero_ext.zero.units.rank_groups import data_group
 
 __all__ = ["MixtureOfExperts", "MoEOutput", "Routing", "balance_loss", "route"]
-_Expert = Callable[[torch.Tensor], torch.Tensor]
+Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MakeExpert = Callable[[int], nn.Module]
 
 
@@ -107,22 +107,19 @@ def _count(experts: torch.Tensor, number: int) -> torch.Tensor:
     return counts.scatter_add_(0, experts, torch.ones_like(experts))
 
 
-def _through_experts(
-    rows: torch.Tensor, counts: torch.Tensor, experts: Sequence[_Expert], group: dist.ProcessGroup | None
+def through_experts(
+    rows: torch.Tensor, counts: torch.Tensor, experts: Experts, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Return what the experts make of ``rows`` [R, width], which are sorted by expert, ``counts`` [E] int64
-    of each; a collective of ``group`` with E / N experts per rank, ``experts`` those of this one.
+    """Return the experts' outputs of ``rows`` [R, width], which are sorted by expert, ``counts`` [E] int64 of
+    each. A collective of ``group`` with E / N experts per rank.
 
-    An expert is called once, with the rows of all ranks in their order, also where there are none, so that
-    its parameters have a gradient on every rank. Without a group all experts are here. Two all-to-all
-    exchanges move rows, and as many in backward (GShard, section 3.1).
+    ``experts`` is called once, with the rows of all ranks for the experts of this one, sorted by expert and
+    then by rank, and the number of each expert's. It is called without rows too, so that parameters have a
+    gradient on every rank. Without a group it has all experts. Two all-to-all exchanges move rows, and as
+    many in backward (GShard, section 3.1).
     """
-
-    def called(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([expert(rows) for expert, rows in zip(experts, inputs, strict=True)])
-
     if group is None:
-        return called(rows.split(counts.tolist()))
+        return experts(rows, counts)
     ranks = dist.get_world_size(group)
     sent = counts.view(ranks, -1)
     received = torch.empty_like(sent)
@@ -130,9 +127,9 @@ def _through_experts(
     sends, receives = sent.sum(1).tolist(), received.sum(1).tolist()
     rows = _exchanged(rows, sends, receives, group)
     # They came by rank and, of each, by expert.
-    numbers = torch.arange(len(experts), device=rows.device).repeat(ranks)
+    numbers = torch.arange(sent.shape[1], device=rows.device).repeat(ranks)
     by_expert = torch.argsort(numbers.repeat_interleave(received.view(-1)), stable=True)
-    outputs = called(rows[by_expert].split(received.sum(0).tolist()))
+    outputs = experts(rows[by_expert], received.sum(0))
     return _exchanged(outputs[torch.argsort(by_expert)], receives, sends, group)
 
 
@@ -267,7 +264,7 @@ class MixtureOfExperts(nn.Module):
             logits = nn.functional.linear(tokens.float(), self.gate.weight.float())
         routing = route(logits, self.top_k, self.capacity_factor)
         rows = tokens[routing.order % len(tokens)]
-        made = _through_experts(rows, routing.counts, list(self.experts.values()), self._group)
+        made = through_experts(rows, routing.counts, self._call_experts, self._group)
         slots = made.new_zeros(routing.experts.numel(), made.shape[-1]).index_copy(0, routing.order, made)
         weighted = routing.weights.unsqueeze(-1) * slots.view(*routing.experts.shape, made.shape[-1])
         first_choices = routing.first_choices
@@ -278,6 +275,11 @@ class MixtureOfExperts(nn.Module):
             balance_loss(first_choices, routing.probabilities),
             routing.experts.numel() - routing.counts.sum(),
         )
+
+    def _call_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of this rank's experts, ``counts`` rows of each."""
+        inputs = rows.split(counts.tolist())
+        return torch.cat([expert(own) for expert, own in zip(self.experts.values(), inputs, strict=True)])
 
 
 def _count_of(experts: list[nn.Module] | MakeExpert, count: int | None) -> int:

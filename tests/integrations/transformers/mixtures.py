@@ -149,3 +149,21 @@ def reached_experts(model: nn.Module, words: torch.Tensor) -> set[tuple[str, int
             found.update((before, each) for each in used.tolist())
     model.zero_grad()
     return found
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """With an epsilon that does not make rounding large where gradients are nothing."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def losses_alone(model: nn.Module, words: list[torch.Tensor], clip: float = float("inf")) -> list[float]:
+    """Of one process with the samples of all ranks, gradients of a norm of at most ``clip``."""
+    optimizer, losses = optimizer_of(model), []
+    for each in words:
+        loss = model(input_ids=each, labels=each).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses

@@ -6,10 +6,17 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 import zero_ext
-from tests.integrations.transformers.mixtures import FAMILIES, LISTED, batches, mixture_of, reached_experts
+from tests.integrations.transformers.mixtures import (
+    FAMILIES,
+    LISTED,
+    batches,
+    losses_alone,
+    mixture_of,
+    optimizer_of,
+    reached_experts,
+)
 from tests.integrations.transformers.models import enter
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -17,23 +24,6 @@ from tests.multi.rank import World
 STEPS, DEFAULT = 3, "grouped_mm"
 # Stages, and how transformers multiplies by experts. "eager" reads the weights of one expert at a time.
 CASES = [(1, DEFAULT), (2, DEFAULT), (3, DEFAULT), (3, "eager")]
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """With an epsilon that does not make rounding large where gradients are nothing."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-
-
-def losses_alone(model: nn.Module, words: list[torch.Tensor]) -> list[float]:
-    """Of one process with the samples of all ranks."""
-    optimizer, losses = optimizer_of(model), []
-    for each in words:
-        loss = model(input_ids=each, labels=each).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 @on_ranks(2)

@@ -241,7 +241,7 @@ class LocalParameters(ParallelStyle):
         forward = module.forward
 
         def on_slices(*args: Any, **kwargs: Any) -> Any:
-            with _local_parameters(module):
+            with local_parameters(module):
                 return forward(*args, **kwargs)
 
         module.forward = on_slices
@@ -264,7 +264,7 @@ class ExpertsParallel(ParallelStyle):
 
         def on_slices(*args: Any, **kwargs: Any) -> Any:
             named = {name: shared(value) for name, value in kwargs.items()}
-            with _local_parameters(module):
+            with local_parameters(module):
                 term = forward(*map(shared, args), **named)
             return _SumOverRanks.apply(term, device_mesh)
 
@@ -301,7 +301,7 @@ class VocabularyParallel(ParallelStyle):
 
         def look_up(ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             local = (ids >= first) & (ids < end)
-            with _local_parameters(module):
+            with local_parameters(module):
                 vectors = forward((ids - first).where(local, 0), *args, **kwargs)
             return _SumOverRanks.apply(vectors.where(local[..., None], 0), device_mesh)
 
@@ -310,7 +310,7 @@ class VocabularyParallel(ParallelStyle):
 
 
 @contextlib.contextmanager
-def _local_parameters(module: nn.Module) -> Iterator[None]:
+def local_parameters(module: nn.Module) -> Iterator[None]:
     """Replace the distributed parameters that ``module`` itself has by this rank's slices, for a while."""
     own: dict[str, Any] = module._parameters
     distributed = {name: each for name, each in own.items() if is_distributed(each)}

@@ -83,7 +83,8 @@ def check_parameters(
                 f"parameter '{name}': expected a trainable one in float32, bfloat16 or float16, got "
                 f"{dtype}. Convert the model, set 'precision.dtype', or freeze the parameter."
             )
-        ranks = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
+        tensor = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
+        ranks = list(expert_ranks(parameter)) or tensor
         check_placement(name, parameter, ranks, dtype)
         value: Any = parameter
         if not is_distributed(parameter) and is_traceable_wrapper_subclass(value):
@@ -244,6 +245,13 @@ def check_experts(
             "communication.shard_group_size: expected None, as experts on several ranks are sharded over "
             f"those with the same ones, got {settings.communication.shard_group_size}. Leave it out."
         )
+    stacked = any(is_split(item.parameter) for item in experts)
+    if stacked and (needs_whole_tensors(optimizer) or steps_at_owners(optimizer)):
+        raise ValueError(
+            f"optimizer: expected one that updates elements by themselves with experts that "
+            f"apply_expert_parallel spread, got {type(optimizer).__name__}, which needs full tensors. Use "
+            "torch.optim.AdamW."
+        )
     if needs_norms(optimizer):
         raise ValueError(
             f"optimizer: expected another one than {type(optimizer).__name__} with experts on several ranks, "
@@ -256,7 +264,7 @@ def _expert_problem(item: OwnedParameter, tiling: Mapping[str, int], ranks: tupl
     if spread != ranks:
         return (
             f"expected a mesh with the 'ep' ranks {list(spread)} that have the experts, got {list(ranks)}. "
-            "Pass zero_ext.prepare, as its process_group, the mesh that MixtureOfExperts was built with."
+            "Pass zero_ext.prepare, as its process_group, the mesh that the experts were spread over."
         )
     if presharded_of(item.parameter) is not None:
         return (

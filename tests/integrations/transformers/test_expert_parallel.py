@@ -1,0 +1,235 @@
+"""Fused experts of transformers spread over ranks, under every ZeRO stage: as one process."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_ext
+from tests.integrations.transformers.mixtures import (
+    FAMILIES,
+    batches,
+    losses_alone,
+    mixture_of,
+    optimizer_of,
+    reached_experts,
+)
+from tests.integrations.transformers.models import enter, shared_folder
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.parallel import apply_expert_parallel, make_mesh
+from zero_ext.zero.units.dtensor_local import is_distributed, local_tensor
+
+STEPS, CLIP = 3, 0.5
+# Llama 4 calls its experts with the rows of all of them, most of which are zero.
+SPREAD = [family for family in FAMILIES if family != "llama4"]
+# Each stage with another number of ranks along "ep".
+CASES = [(1, 4), (2, 2), (3, 4), (3, 2), (3, 1)]
+
+
+@cache
+def mesh_of(ep: int) -> DeviceMesh:
+    """All ranks, experts spread over ``ep`` of them; made once in a process."""
+    return make_mesh(ep=ep, device_type="cpu")
+
+
+def steps_of(
+    world: World, made: nn.Module, mesh: DeviceMesh, config: dict[str, Any], words: list[torch.Tensor]
+) -> tuple[Any, list[float]]:
+    """A prepared copy of a model after a step for each batch, and the means of the ranks' losses."""
+    model = apply_expert_parallel(copy.deepcopy(made), mesh)
+    model, optimizer = zero_ext.prepare(model, optimizer_of(model), config, process_group=mesh)
+    losses = []
+    for each in words:
+        own = each[world.rank, None]
+        loss = model(input_ids=own, labels=own).loss
+        model.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(world.everyone(float(loss.detach()))) / world.size)
+    return model, losses
+
+
+def assert_values(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Equal names, shapes and values but for rounding."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("family", SPREAD)
+def test_steps_and_full_values_are_those_of_one_process(world: World, family: str) -> None:
+    enter(world)
+    made, words = mixture_of(family, world.seed), batches(world.seed, world.size, STEPS)
+    reached = world.everyone(reached_experts(made, words[0][world.rank, None]))
+    assert any(each != reached[0] for each in reached), f"ranks reach the same experts, seed {world.seed}"
+    alone = copy.deepcopy(made)
+    expected = losses_alone(alone, words)
+    for stage, ep in CASES:
+        model, losses = steps_of(world, made, mesh_of(ep), {"stage": stage}, words)
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0, msg=f"{stage}, {ep}, {world.seed}")
+        assert_values(zero_ext.full_state_dict(model), alone.state_dict())
+
+
+# What else is set in a run of Mixtral on two ranks along "ep": the configuration, and calls of the model.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clipped": ({"stage": 3, "gradient_clipping": CLIP}, {}),
+    "host": ({"stage": 3, "offload": {"params": "host", "grads": "host", "optimizer": "host"}}, {}),
+    "eager": ({"stage": 3}, {"set_experts_implementation": "eager"}),
+    "batched": ({"stage": 2}, {"set_experts_implementation": "batched_mm"}),
+    "checkpointed": ({"stage": 3}, {"gradient_checkpointing_enable": {"use_reentrant": False}}),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_settings_have_the_losses_of_one_process(world: World, variant: str) -> None:
+    enter(world)
+    config, calls = VARIANTS[variant]
+    made, words = mixture_of("mixtral", world.seed), batches(world.seed, world.size, STEPS)
+    alone = copy.deepcopy(made)
+    expected = losses_alone(alone, words, config.get("gradient_clipping", float("inf")))
+    for method, argument in calls.items():
+        getattr(made, method)(argument)
+    model, losses = steps_of(world, made, mesh_of(2), config, words)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0, msg=str(world.seed))
+    assert_values(zero_ext.full_state_dict(model), alone.state_dict())
+
+
+@on_ranks(4)
+def test_gradients_and_norms_are_those_of_one_process(world: World) -> None:
+    enter(world)
+    made, words = mixture_of("gpt_oss", world.seed), batches(world.seed, world.size, 1)[0]
+    alone, model = copy.deepcopy(made), apply_expert_parallel(copy.deepcopy(made), mesh_of(2))
+    alone(input_ids=words, labels=words).loss.backward()
+    model, _ = zero_ext.prepare(model, optimizer_of(model), {"stage": 2}, process_group=mesh_of(2))
+    own = words[world.rank, None]
+    model(input_ids=own, labels=own).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(zero_ext.full_gradient(parameter), alone.get_parameter(name).grad)
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in alone.parameters()])
+    torch.testing.assert_close(float(model.clip_grad_norm_(1e9)), float(norm), rtol=1e-5, atol=0)
+
+
+@on_ranks(4)
+def test_a_checkpoint_moves_to_other_ranks_and_to_transformers(world: World) -> None:
+    enter(world)
+    made, words = mixture_of("qwen3_moe", world.seed), batches(world.seed, world.size, 2 * STEPS)
+    alone = copy.deepcopy(made)
+    losses_alone(alone, words[:STEPS])
+    with shared_folder(world) as folder:
+        model, _ = steps_of(world, made, mesh_of(2), {"stage": 3}, words[:STEPS])
+        zero_ext.save_checkpoint(folder / "saved", model).wait()
+        if world.rank == 0:
+            zero_ext.checkpoint.export_huggingface(folder / "saved", folder / "exported")
+            alone.config.save_pretrained(folder / "exported")
+            loaded = type(alone).from_pretrained(folder / "exported")
+            assert_values(loaded.state_dict(), alone.state_dict())
+        for ep, stage in ((4, 1), (1, 3)):
+            then = apply_expert_parallel(mixture_of("qwen3_moe", world.seed + 1), mesh_of(ep))
+            then, _ = zero_ext.prepare(then, optimizer_of(then), {"stage": stage}, process_group=mesh_of(ep))
+            zero_ext.load_checkpoint(folder / "saved", then)
+            assert_values(zero_ext.full_state_dict(then), alone.state_dict())
+
+
+@on_ranks(4)
+def test_full_values_load_into_spread_experts(world: World) -> None:
+    enter(world)
+    model = apply_expert_parallel(mixture_of("mixtral", world.seed), mesh_of(4))
+    model, _ = zero_ext.prepare(model, optimizer_of(model), {"stage": 3}, process_group=mesh_of(4))
+    other = mixture_of("mixtral", world.seed + 1).state_dict()
+    zero_ext.load_full_state_dict(model, other)
+    for name, value in zero_ext.full_state_dict(model).items():
+        assert torch.equal(value, other[name]), name
+
+
+@on_ranks(4)
+def test_a_rank_has_its_own_experts_alone(world: World) -> None:
+    enter(world)
+    made, mesh = mixture_of("gpt_oss", world.seed), mesh_of(2)
+    model = apply_expert_parallel(copy.deepcopy(made), mesh)
+    for name, parameter in model.named_parameters():
+        full = made.get_parameter(name)
+        chunk = full.chunk(2)[mesh["ep"].get_local_rank()] if ".experts." in name else full
+        assert torch.equal(local_tensor(parameter), chunk), name
+
+
+@on_ranks(4)
+def test_ranks_without_tokens_and_experts_without_tokens(world: World) -> None:
+    enter(world)
+    made = mixture_of("mixtral", world.seed)
+    experts = made.model.layers[0].mlp.experts
+    spread = apply_expert_parallel(copy.deepcopy(made), mesh_of(4)).model.layers[0].mlp.experts
+    tokens = torch.randn(5, 16, generator=torch.Generator().manual_seed(world.seed))
+    chosen, weights = torch.tensor([[0, 1]]).expand(5, 2), torch.full((5, 2), 0.25)
+    count = 5 if world.rank == 1 else 0  # another rank than that of the experts 0 and 1
+    own = tokens[:count].clone().requires_grad_()
+    found = spread(own, chosen[:count], weights[:count])
+    found.square().sum().backward()
+    tokens.requires_grad_()
+    expected = experts(tokens, chosen, weights)
+    expected.square().sum().backward()
+    torch.testing.assert_close(found, expected[:count])
+    torch.testing.assert_close(own.grad, tokens.grad[:count])
+    for name, parameter in experts.named_parameters():
+        gradient = local_tensor(spread.get_parameter(name).grad)
+        torch.testing.assert_close(gradient, parameter.grad.chunk(4)[world.rank])
+
+
+def quantized(family: str, seed: int) -> Any:
+    """A model with experts in integers."""
+    model = mixture_of(family, seed)
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.int8), requires_grad=False)
+    return model
+
+
+REFUSED: list[tuple[str, dict[str, int], str]] = [
+    ("mixtral", {"tp": 2}, "mesh: expected one with the dimension 'ep', got ['pp', 'dp', 'cp', 'tp']"),
+    ("mixtral", {"ep": 2, "tp": 2}, "longer than 1 for experts of transformers, got {'tp': 2}"),
+    ("mixtral", {"ep": 2, "pp": 2}, "longer than 1 for experts of transformers, got {'pp': 2}"),
+    ("mixtral", {"ep": 2, "cp": 2}, "longer than 1 for experts of transformers, got {'cp': 2}"),
+    ("llama4", {"ep": 2}, "expected experts that transformers calls with tokens, indices and weights"),
+    ("listed", {"ep": 2}, "ListedExperts: expected a model with experts that are stacked in parameters"),
+    (
+        "uneven",
+        {"ep": 4},
+        "'model.layers.0.mlp.experts' (MixtralExperts): expected a multiple of ep (4), got 6",
+    ),
+    ("quantized", {"ep": 2}, "'down_proj' unquantized and built outside of zero_ext.Init, got torch.int8"),
+]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("model", "lengths", "message"), REFUSED)
+def test_what_cannot_be_spread(world: World, model: str, lengths: dict[str, int], message: str) -> None:
+    enter(world)
+    if model == "uneven":
+        made = mixture_of("mixtral", world.seed, num_local_experts=6, num_experts=6)
+    else:
+        made = quantized("mixtral", world.seed) if model == "quantized" else mixture_of(model, world.seed)
+    mesh = make_mesh(**lengths, device_type="cpu")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        apply_expert_parallel(made, mesh)
+    assert not any(is_distributed(parameter) for parameter in made.parameters())
+
+
+@on_ranks(4)
+def test_what_prepare_refuses_and_a_second_call(world: World) -> None:
+    enter(world)
+    model = apply_expert_parallel(mixture_of("mixtral", world.seed), mesh_of(2))
+    with pytest.raises(ValueError, match="got some that are spread already"):
+        apply_expert_parallel(model, mesh_of(2))
+    muon = zero_ext.Muon(model.parameters(), lr=0.1, module=model)
+    with pytest.raises(ValueError, match="got Muon, which needs full tensors"):
+        zero_ext.prepare(model, muon, {"stage": 2}, process_group=mesh_of(2))
+    with pytest.raises(ValueError, match=re.escape("with the 'ep' ranks")):
+        zero_ext.prepare(model, optimizer_of(model), {"stage": 2}, process_group=mesh_of(4))
