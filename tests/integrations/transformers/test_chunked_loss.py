@@ -161,7 +161,7 @@ def test_evaluation_and_calls_without_labels_have_logits() -> None:
     uses = (
         lambda x: x[0],
         lambda x: x.argmax(-1),
-        torch.softmax,
+        torch.exp,
         lambda x: x + 1,
         lambda x: torch.ones(1) * x,
     )
