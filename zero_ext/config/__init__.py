@@ -11,6 +11,7 @@ from zero_ext.config.tiers import Tier
 from zero_ext.config.training import (
     BatchConfig,
     CheckpointConfig,
+    LossConfig,
     LossScaleConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "CommunicationConfig",
     "ConfigError",
     "FlopsConfig",
+    "LossConfig",
     "LossScaleConfig",
     "MonitorConfig",
     "Note",

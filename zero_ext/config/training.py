@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from zero_ext.config.base_section import ConfigSection, Count, KeyProblem, Names, Positive, is_number
+from zero_ext.config.base_section import (
+    LARGEST_COUNT,
+    ConfigSection,
+    Count,
+    KeyProblem,
+    Names,
+    Positive,
+    as_integer,
+    is_number,
+)
 from zero_ext.config.communication import Reduction
 from zero_ext.config.config_errors import ConfigError, Problem, nearest, show, wrong_value
 from zero_ext.config.optimizer_traits import OPTIMIZERS, UNSUPPORTED_OPTIMIZERS
@@ -43,6 +59,25 @@ class PrecisionConfig(ConfigSection):
     moments_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
     communication_dtype: ParameterDtype | None = None
     reduction: Reduction = "auto"
+
+
+def _as_chunk(value: object) -> object:
+    """Check both types of a chunk's size here, because pydantic reports a problem for each of a union."""
+    found = as_integer(value)
+    if found == "auto" or (type(found) is int and 1 <= found <= LARGEST_COUNT):
+        return found
+    raise ValueError(wrong_value("'auto' or an integer of at least 1", value))
+
+
+class LossConfig(ConfigSection):
+    """Loss of causal language models of transformers, computed in chunks of tokens while they train.
+
+    Attributes:
+        chunk_tokens: largest number of tokens with logits in memory simultaneously. "auto" computes it from
+            128 MiB.
+    """
+
+    chunk_tokens: Annotated[Literal["auto"] | Positive, BeforeValidator(_as_chunk)] = "auto"
 
 
 class LossScaleConfig(ConfigSection):

@@ -18,6 +18,7 @@ from zero_ext.config.sparse_attention import SparseAttentionConfig
 from zero_ext.config.training import (
     BatchConfig,
     CheckpointConfig,
+    LossConfig,
     LossScaleConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -60,6 +61,8 @@ class ZeroConfig(ConfigSection):
         scheduler: learning-rate scheduler that `initialize` builds if the caller passes none.
         sparse_attention: layout of sparse attention, which `prepare` sets in a Hugging Face model. `null`
             leaves attention unchanged.
+        loss: computation of the loss in chunks of tokens, which `prepare` sets in causal language models of
+            transformers. `null` leaves the loss unchanged.
         gradient_clipping: largest global gradient norm. 0 disables clipping.
         check_finite: whether to refuse a step with NaN or infinity in its gradients, before anything changes
             and with the names of the parameters, and to report a step that leaves such values in weights or
@@ -90,6 +93,7 @@ class ZeroConfig(ConfigSection):
     scheduler: SchedulerConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     sparse_attention: SparseAttentionConfig | None = None
+    loss: LossConfig | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     check_finite: bool = True
     timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 600.0

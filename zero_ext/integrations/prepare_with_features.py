@@ -1,4 +1,4 @@
-"""``prepare`` with the sparse attention and the monitors that the configuration asks for."""
+"""``prepare`` with the sparse attention, the chunked loss and the monitors that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from torch import nn
 
-from zero_ext.config import ConfigError, SparseAttentionConfig, ZeroConfig, load_config
+from zero_ext.config import ConfigError, LossConfig, SparseAttentionConfig, ZeroConfig, load_config
 from zero_ext.config.config_errors import Problem, show
 from zero_ext.zero.api.prepare import prepare as prepare_alone
 
@@ -30,6 +30,8 @@ def _completed(prepare: Callable[PrepareParameters, Prepared]) -> Callable[Prepa
         settings = bound.arguments["config"] = load_config(bound.arguments.get("config"))
         if settings.sparse_attention is not None:
             apply_sparse_attention(bound.arguments["model"], settings.sparse_attention)
+        if settings.loss is not None:
+            apply_chunked_loss(bound.arguments["model"], settings.loss)
         if settings.monitor is None and settings.steps_per_print is None:
             return prepare(*bound.args, **bound.kwargs)
         # Whoever watches nothing imports none of it.
@@ -53,9 +55,7 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> N
         ConfigError: one of them cannot take the policy, there is none, or what is there follows another one;
             or the model is cut into stages. Nothing has been changed then.
     """
-    # Without that module there is none of its models.
-    staged = sys.modules.get("zero_ext.parallel.pipeline.hf_pipeline")
-    if staged is not None and isinstance(model, staged.HfPipelineModule):
+    if _is_staged(model):
         raise _refused(
             "the model is cut into pipeline stages, and some may have no attention. Leave the section out, "
             "and call sparsify_attention(model, ...) before apply_pipeline_parallel."
@@ -91,8 +91,38 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> N
         interface.exchange_attention(each, SparseSelfAttention(policy.in_a_model()))
 
 
-def _refused(text: str) -> ConfigError:
-    return ConfigError(Problem("sparse_attention", text))
+def apply_chunked_loss(model: nn.Module, config: LossConfig) -> None:
+    """Compute the losses of all Hugging Face models in `model` in chunks of tokens.
+
+    Raises:
+        ConfigError: there is none, one of them has another loss or head than is supported, or the model is
+            cut into stages.
+    """
+    found = {} if _is_staged(model) else outermost_models(model)
+    if not found:
+        raise _refused(
+            f"expected a causal language model of transformers, got {type(model).__name__}. Call "
+            "zero_ext.linear_cross_entropy in its forward, and leave the section out.",
+            "loss",
+        )
+    from zero_ext.integrations.transformers.chunked_loss import chunk_loss
+
+    for path, each in found.items():
+        try:
+            chunk_loss(each, config.chunk_tokens)
+        except ValueError as error:
+            where = f"module '{path}': " if path else ""
+            raise _refused(f"{where}{error}", "loss") from error
+
+
+def _is_staged(model: nn.Module) -> bool:
+    # Without that module there is none of its models.
+    staged = sys.modules.get("zero_ext.parallel.pipeline.hf_pipeline")
+    return staged is not None and isinstance(model, staged.HfPipelineModule)
+
+
+def _refused(text: str, section: str = "sparse_attention") -> ConfigError:
+    return ConfigError(Problem(section, text))
 
 
 def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:

@@ -1,0 +1,261 @@
+"""The configuration's loss section: losses and updates of the plain model, without logits of all tokens."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer
+
+import zero_ext
+from tests.integrations.transformers.beside_one_process import optimizer_of
+from tests.integrations.transformers.models import (
+    TIME,
+    VOCABULARY,
+    Sentences,
+    bert,
+    column,
+    enter,
+    fitted,
+    gpt2,
+    largest_difference,
+    llama,
+    shared_folder,
+)
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.integrations.transformers import ZeroTrainer
+from zero_ext.integrations.transformers.chunked_loss import chunk_loss
+
+ROWS, CHUNK = 2, 5
+
+
+def model_of(name: str, seed: int, **changes: Any) -> Any:
+    """Two blocks, hidden 32, without dropout."""
+    torch.manual_seed(seed)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager"}
+    fixed = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return kind(kind.config_class(**{**fixed, **sizes, **ids, **changes}))
+
+
+FAMILIES: dict[str, Any] = {
+    "llama": llama,
+    "llama, tied, checkpoints": partial(llama, tie_word_embeddings=True),
+    "gpt2": partial(gpt2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    "gemma2": partial(model_of, "Gemma2", head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=0.5),
+    "cohere": partial(model_of, "Cohere", logit_scale=0.3),
+    "granite": partial(model_of, "Granite", logits_scaling=3.0),
+    "opt": partial(model_of, "OPT", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
+    "qwen3": partial(model_of, "Qwen3", head_dim=8),
+    "mistral": partial(model_of, "Mistral"),
+    "phi, head with bias": partial(model_of, "Phi"),
+}
+
+
+def batches(world: World) -> list[dict[str, Any]]:
+    """One for each form of labels: all counted, some ignored with their number, and shifted ones."""
+    draw = torch.Generator().manual_seed(world.seed)
+    words = torch.randint(3, VOCABULARY, (3, ROWS * world.size, TIME), generator=draw)
+    some = torch.where(torch.rand(words[1].shape, generator=draw) < 0.6, words[1], -100)
+    number = (some[:, 1:] != -100).sum()
+    shifted = words[2].roll(-1, 1)
+    return [
+        {"input_ids": words[0], "labels": words[0]},
+        {"input_ids": words[1], "labels": some, "num_items_in_batch": number},
+        {"input_ids": words[2], "labels": words[2], "shift_labels": shifted},
+    ]
+
+
+def own_rows(world: World, batch: dict[str, Any]) -> dict[str, Any]:
+    """This rank's rows; a number of items is that of a rank on average, as the Trainer passes it."""
+    rows = slice(ROWS * world.rank, ROWS * (world.rank + 1))
+    found = {key: value[rows] for key, value in batch.items() if value.dim()}
+    if "num_items_in_batch" in batch:
+        found["num_items_in_batch"] = batch["num_items_in_batch"] / world.size
+    return found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_are_those_of_the_plain_model(world: World, family: str, stage: int) -> None:
+    model, plain = (FAMILIES[family](world.seed).train() for _ in range(2))
+    if "checkpoints" in family:
+        model.gradient_checkpointing_enable()
+    config = {"stage": stage, "loss": {"chunk_tokens": CHUNK}}
+    model, optimizer = zero_ext.prepare(model, optimizer_of(model), config, process_group=world.group)
+    alone = optimizer_of(plain)
+    for batch in batches(world):
+        loss, expected = model(**own_rows(world, batch)).loss, plain(**batch).loss
+        loss.backward()
+        expected.backward()
+        for each in (optimizer, alone):
+            each.step()
+            each.zero_grad()
+        mean = torch.tensor(world.everyone(float(loss.detach()))).mean()
+        torch.testing.assert_close(mean, expected.detach(), rtol=1e-5, atol=0)
+    full = zero_ext.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+class LargestResult(TorchDispatchMode):
+    """Records the most elements of a result of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        sizes = [each.numel() for each in torch.utils._pytree.tree_leaves(found) if torch.is_tensor(each)]
+        self.elements = max(self.elements, *sizes, 0)
+        return found
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_logits_of_all_tokens_are_not_computed(chunked: bool) -> None:
+    model, words = llama(0, vocab_size=4096).train(), torch.arange(3, 4003).view(8, -1)
+    if chunked:
+        chunk_loss(model, 100)
+    with LargestResult() as largest:
+        model(input_ids=words, labels=words).loss.backward()
+    assert (largest.elements >= words.numel() * 4096) is not chunked
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_narrow_dtypes_have_the_gradients_of_the_plain_model(dtype: torch.dtype, autocast: bool) -> None:
+    plain = model_of("Gemma2", 0, head_dim=8, final_logit_softcapping=0.5).train()
+    plain = plain if autocast else plain.to(dtype)
+    model, words = copy.deepcopy(plain), torch.arange(3, 63).view(2, -1)
+    chunk_loss(model, 7)
+    for each in (model, plain):
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            each(input_ids=words, labels=words).loss.backward()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        error = (found.grad.float() - expected.grad.float()).norm() / expected.grad.float().norm()
+        assert error < 32 * torch.finfo(dtype).eps, name
+
+
+def test_evaluation_and_calls_without_labels_have_logits() -> None:
+    model, words = llama(0), torch.arange(3, 15)[None]
+    plain = copy.deepcopy(model)
+    chunk_loss(model)
+    keys = list(model.state_dict())
+    for training, inputs in ((True, {}), (False, {"labels": words})):
+        found, expected = (each.train(training)(words, **inputs) for each in (model, plain))
+        assert torch.equal(found.logits, expected.logits)
+    outputs = model.train()(words, labels=words)
+    assert list(model.state_dict()) == keys
+    assert type(model.lm_head) is nn.Linear
+    assert outputs.logits.shape == (1, 12, VOCABULARY)
+    uses = (
+        lambda x: x[0],
+        lambda x: x.argmax(-1),
+        torch.exp,
+        lambda x: x + 1,
+        lambda x: torch.ones(1) * x,
+    )
+    for use in uses:
+        with pytest.raises(RuntimeError, match="logits: expected no use of them in training"):
+            use(outputs.logits)
+
+
+def test_a_failed_call_leaves_the_model_as_it_was() -> None:
+    model, words = llama(0).train(), torch.arange(3, 15)[None]
+    chunk_loss(model)
+    with pytest.raises(ValueError, match="labels: expected shape"):
+        model(words, labels=words[:, 1:])
+    assert torch.is_tensor(model(words).logits)
+    assert model.loss_function.__name__ == "ForCausalLMLoss"
+    assert model(words, labels=words).loss > 0
+
+
+def with_head(head: nn.Module) -> Any:
+    model = llama(0)
+    model.lm_head = head
+    return model
+
+
+class OwnLinear(nn.Linear):
+    """A head that may compute anything."""
+
+
+def with_hook() -> Any:
+    model = llama(0)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_loss() -> Any:
+    model = llama(0)
+    model.loss_function = lambda *_, **__: torch.zeros(())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: nn.Linear(2, 2), "expected a causal language model of transformers, got Linear"),
+        (lambda: bert(0), "head: expected a plain nn.Linear .* got none"),
+        (lambda: llama(0).model, "expected labels among the arguments of forward, got none"),
+        (lambda: with_head(OwnLinear(32, VOCABULARY)), "head: expected a plain nn.Linear .* got OwnLinear"),
+        (with_hook, "head: expected no hooks, got some"),
+        (with_loss, "loss_function: expected transformers' ForCausalLMLoss"),
+    ],
+)
+def test_models_that_it_cannot_serve_are_refused(make: Any, match: str) -> None:
+    with pytest.raises(zero_ext.ConfigError, match=f"loss: .*{match}"):
+        zero_ext.prepare(make(), None, {"loss": {}})
+
+
+class OtherLogits(transformers.LlamaForCausalLM):
+    """Changes its logits in a manner that no option of the loss describes."""
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
+
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        return self.loss_function(torch.relu(logits), labels, self.config.vocab_size)
+
+
+class NoLoss(OtherLogits):
+    """Forgets its labels."""
+
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:
+        return (self.lm_head(self.model(input_ids).last_hidden_state),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"), [(OtherLogits, "got relu"), (NoLoss, "a forward that calls loss_function")]
+)
+def test_the_first_forward_refuses_other_uses_of_logits(kind: Any, match: str) -> None:
+    model, words = kind(llama(0).config).train(), torch.arange(3, 15)[None]
+    chunk_loss(model)
+    with pytest.raises(RuntimeError, match=match):
+        model(words, labels=words)
+    assert type(model.lm_head) is nn.Linear
+
+
+@on_ranks(2)
+def test_the_trainer_trains_as_the_plain_one(world: World) -> None:
+    enter(world)
+    settings = {"max_steps": 3, "seed": world.seed % 1000, "gradient_accumulation_steps": 2}
+    data = Sentences(40, world.seed)
+    with shared_folder(world) as folder:
+        plain = fitted(Trainer, llama(world.seed), folder, data, **settings)
+        config = {"stage": 3, "loss": {"chunk_tokens": CHUNK}}
+        trainer = fitted(ZeroTrainer, llama(world.seed), folder, data, config=config, **settings)
+        assert largest_difference(column(trainer, "loss"), column(plain, "loss")) < 1e-5
+        trainer.eval_dataset = data
+        assert trainer.evaluate()["eval_loss"] > 0

@@ -1,0 +1,265 @@
+"""The loss of a model's labels through ``linear_cross_entropy``, without logits of all tokens."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from zero_ext.activation.chunked_cross_entropy import ChunkTokens, linear_cross_entropy
+
+# Hooks of these modules on the head only gather its weight or describe its split, which the loss does itself.
+_HEAD_HOOKS = ("zero_ext.zero.unshard.hook_installation", "torch.distributed.tensor._api")
+
+
+def chunk_loss(model: PreTrainedModel, chunk_tokens: ChunkTokens = "auto") -> None:
+    """Compute the loss of a causal language model in chunks of tokens while it trains, in place.
+
+    A forward with `labels` in training mode returns the same `loss`, and `logits` that refuse to be used. In
+    evaluation mode, and without labels, the model is unchanged.
+
+    Args:
+        model: one with a linear head and transformers' loss of causal language models.
+        chunk_tokens: as in [`linear_cross_entropy`][zero_ext.linear_cross_entropy].
+
+    Raises:
+        ValueError: the model's loss or head is another one. Nothing was changed.
+    """
+    head = model.get_output_embeddings()
+    if problem := _problem(model, head):
+        raise ValueError(f"{type(model).__name__}: {problem}")
+    for hook in model._forward_pre_hooks.values():
+        present = getattr(hook, "__self__", None)
+        if isinstance(present, _LossHooks):
+            present.chunk_tokens = chunk_tokens
+            return
+    path = next(name for name, module in model.named_modules() if module is head)
+    hooks = _LossHooks(path, chunk_tokens, list(inspect.signature(model.forward).parameters))
+    model.register_forward_pre_hook(hooks.before, with_kwargs=True)
+    model.register_forward_hook(hooks.after, always_call=True)
+
+
+def _problem(model: PreTrainedModel, head: Any) -> str | None:
+    """Return why the loss of a model cannot be computed in chunks, or None."""
+    own_property = type(model).loss_function is not PreTrainedModel.loss_function
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "expected a causal language model, got an encoder with a decoder. Remove the section 'loss'."
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return "expected labels among the arguments of forward, got none. Remove the section 'loss'."
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        found = "none" if head is None else type(head).__name__
+        return (
+            f"head: expected a plain nn.Linear from get_output_embeddings(), got {found}. Leave the head out "
+            "of adapters and quantization, or remove the section 'loss'."
+        )
+    if all(module is not head for module in model.modules()):
+        return "head: expected one of the model's modules, got another one. Remove the section 'loss'."
+    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
+    hooks += (*head._backward_hooks.values(), *head._backward_pre_hooks.values())
+    if any(getattr(hook, "__module__", "") not in _HEAD_HOOKS for hook in hooks):
+        return "head: expected no hooks, got some, which would not run. Remove them or the section 'loss'."
+    if own_property or model.loss_function is not ForCausalLMLoss:
+        return (
+            "loss_function: expected transformers' ForCausalLMLoss, got another one. Call "
+            "zero_ext.linear_cross_entropy in it, and remove the section 'loss'."
+        )
+    return None
+
+
+class _HeadCall:
+    """The head's input during one call of the model, and the head itself."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.head = head
+        self.hidden: Tensor | None = None
+        self.loss_computed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.head, name)  # such as the weight's dtype
+
+    def __call__(self, hidden: Tensor) -> DeferredLogits:
+        if self.hidden is not None:
+            raise RuntimeError(
+                "head: expected one call in a forward pass, got a second one. Remove the section 'loss'."
+            )
+        self.hidden = hidden
+        shape = torch.Size((*hidden.shape[:-1], self.head.out_features))
+        return DeferredLogits(self, hidden.device, hidden.dtype, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """Logits that are computed in the loss only: `scale * x`, or `softcap * tanh(scale * x)`.
+
+    Models multiply them by numbers and cap them. Any other use raises `RuntimeError`.
+    """
+
+    call: _HeadCall
+    device: torch.device
+    dtype: torch.dtype
+    shape: torch.Size
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> DeferredLogits:
+        if function is not torch.tanh or kwargs or not isinstance(args[0], DeferredLogits):
+            _refuse(getattr(function, "__name__", str(function)))
+        return args[0].tanh()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Protocols such as __deepcopy__ and names that tensors lack are looked for, and may be absent.
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        _refuse(name)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        _refuse("indexing")
+
+    def __iter__(self) -> NoReturn:
+        _refuse("iteration")
+
+    def __add__(self, other: object) -> NoReturn:
+        _refuse("arithmetic")
+
+    __radd__ = __sub__ = __rsub__ = __pow__ = __matmul__ = __add__
+
+    def __mul__(self, factor: object) -> DeferredLogits:
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not math.isfinite(factor):
+            _refuse(f"multiplication by {type(factor).__name__}")
+        if self.softcap is None:
+            return replace(self, scale=self.scale * factor)
+        return replace(self, softcap=self.softcap * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: object) -> DeferredLogits:
+        if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not divisor:
+            _refuse(f"division by {type(divisor).__name__}")
+        return self * (1 / divisor)
+
+    def tanh(self) -> DeferredLogits:
+        """Cap the logits, once."""
+        if self.softcap is not None:
+            _refuse("a second tanh")
+        return replace(self, softcap=1.0)
+
+    def float(self) -> DeferredLogits:
+        """Return them as they are: the loss computes in float32 anyway."""
+        return self
+
+    def contiguous(self) -> DeferredLogits:
+        """Return them as they are."""
+        return self
+
+    def to(self, target: object) -> DeferredLogits:
+        """Return them as they are, if nothing becomes narrower."""
+        if target not in (torch.float32, self.dtype, self.device):
+            _refuse(f"conversion to {target}")
+        return self
+
+
+def _refuse(use: str) -> NoReturn:
+    raise RuntimeError(
+        f"logits: expected no use of them in training with the section 'loss', got {use}. They are never "
+        "computed in full. Call the model in evaluation mode or without labels, or remove the section."
+    )
+
+
+class _LossHooks:
+    """Hooks that replace a model's head and its loss for one call with labels."""
+
+    def __init__(self, path: str, chunk_tokens: ChunkTokens, parameters: list[str]) -> None:
+        self._path, self._parameters = path, parameters
+        self.chunk_tokens = chunk_tokens
+        self._running: tuple[_HeadCall, dict[str, Any]] | None = None
+
+    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put a call that only records its input in the head's place."""
+        inputs = dict(zip(self._parameters, args, strict=False)) | kwargs
+        if not model.training or inputs.get("labels") is None:
+            return
+        head = model.get_submodule(self._path)
+        if problem := _problem(model, head):
+            raise RuntimeError(f"{type(model).__name__}: {problem}")
+        call, parent, name = _HeadCall(head), *self._parent(model)
+        own = {key: value for key, value in vars(model).items() if key == "_loss_function"}
+        self._running = call, own
+        # An instance's attribute hides the module of this name, which stays registered.
+        vars(parent)[name] = call
+        model.loss_function = _loss_of(call, self.chunk_tokens)
+
+    def after(self, model: Any, args: tuple[Any, ...], outputs: Any) -> None:
+        """Restore the model, also after an error, where ``outputs`` is None."""
+        if self._running is None:
+            return
+        (call, own), self._running = self._running, None
+        parent, name = self._parent(model)
+        vars(parent).pop(name)
+        vars(model).pop("_loss_function")
+        vars(model).update(own)
+        call.hidden = None
+        if outputs is not None and not call.loss_computed:
+            raise RuntimeError(
+                f"{type(model).__name__}: expected a forward that calls loss_function with labels, got one "
+                "that does not. Remove the section 'loss'."
+            )
+
+    def _parent(self, model: nn.Module) -> tuple[nn.Module, str]:
+        path, _, name = self._path.rpartition(".")
+        return model.get_submodule(path), name
+
+
+def _loss_of(call: _HeadCall, chunk_tokens: ChunkTokens) -> Callable[..., Tensor]:
+    """Return the counterpart of ``ForCausalLMLoss``, with its arguments."""
+
+    def loss(
+        logits: Any,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **ignored: Any,
+    ) -> Tensor:
+        hidden, head = call.hidden, call.head
+        if not isinstance(logits, DeferredLogits) or hidden is None:
+            raise RuntimeError(
+                f"logits: expected those of the model's head, got {type(logits).__name__}. Remove the "
+                "section 'loss'."
+            )
+        # Stage 3 gathers the weight at this read, for the model's running call.
+        weight, bias = head.weight, head.bias
+        if weight.shape[0] != vocab_size:
+            raise RuntimeError(
+                f"vocab_size: expected the {weight.shape[0]} words of the head, got {vocab_size}. Resize the "
+                "head or remove the section 'loss'."
+            )
+        # The cap of linear_cross_entropy divides by itself inside of tanh.
+        scale = logits.scale * (logits.softcap or 1.0)
+        found = linear_cross_entropy(
+            hidden if scale == 1 else hidden * scale,
+            weight,
+            (labels if shift_labels is None else shift_labels).to(hidden.device),
+            bias if bias is None or scale == 1 else bias * scale,
+            chunk_tokens=chunk_tokens,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            softcap=logits.softcap,
+            shift=shift_labels is None,
+        )
+        call.loss_computed = True
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(found.device)
+        return found if num_items_in_batch is None else found / num_items_in_batch
+
+    return loss
