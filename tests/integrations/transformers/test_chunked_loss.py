@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 
@@ -30,6 +31,7 @@ from tests.integrations.transformers.models import (
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.parallel.training import mesh_of
 from zero_ext.integrations.transformers import ZeroTrainer
 from zero_ext.integrations.transformers.chunked_loss import chunk_loss
 
@@ -245,6 +247,15 @@ def test_the_first_forward_refuses_other_uses_of_logits(kind: Any, match: str) -
     with pytest.raises(RuntimeError, match=match):
         model(words, labels=words)
     assert type(model.lm_head) is nn.Linear
+
+
+@on_ranks(4)
+def test_a_head_that_is_split_is_refused(world: World) -> None:
+    model = llama(world.seed)
+    split = distribute_tensor(model.lm_head.weight.detach(), mesh_of(tp=2)["tp"], [Shard(0)])
+    model.lm_head.weight = nn.Parameter(split)
+    with pytest.raises(ValueError, match="split by tensor parallelism"):
+        chunk_loss(model)
 
 
 @on_ranks(2)

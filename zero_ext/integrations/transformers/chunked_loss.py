@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from zero_ext.activation.chunked_cross_entropy import ChunkTokens, linear_cross_entropy
+from zero_ext.zero.units.dtensor_local import is_distributed
 
-# Hooks of these modules on the head only gather its weight or describe its split, which the loss does itself.
-_HEAD_HOOKS = ("zero_ext.zero.unshard.hook_installation", "torch.distributed.tensor._api")
+# Hooks of this module on the head only gather its weight, which the loss does itself.
+_HEAD_HOOKS = "zero_ext.zero.unshard.hook_installation"
 
 
 def chunk_loss(model: PreTrainedModel, chunk_tokens: ChunkTokens = "auto") -> None:
@@ -59,11 +60,16 @@ def _problem(model: PreTrainedModel, head: Any) -> str | None:
             f"head: expected a plain nn.Linear from get_output_embeddings(), got {found}. Leave the head out "
             "of adapters and quantization, or remove the section 'loss'."
         )
+    if is_distributed(head.weight):
+        return (
+            "head: expected its weight on all ranks, got one that is split by tensor parallelism. Leave the "
+            "head out of the plan, or remove the section 'loss'."
+        )
     if all(module is not head for module in model.modules()):
         return "head: expected one of the model's modules, got another one. Remove the section 'loss'."
     hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
     hooks += (*head._backward_hooks.values(), *head._backward_pre_hooks.values())
-    if any(getattr(hook, "__module__", "") not in _HEAD_HOOKS for hook in hooks):
+    if any(getattr(hook, "__module__", "") != _HEAD_HOOKS for hook in hooks):
         return "head: expected no hooks, got some, which would not run. Remove them or the section 'loss'."
     if own_property or model.loss_function is not ForCausalLMLoss:
         return (
