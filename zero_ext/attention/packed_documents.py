@@ -192,7 +192,7 @@ def restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = N
         attended = attention_mask.bool()
     before = previous_attended(attended)
     step = position_ids - position_ids.gather(1, before.clamp(min=0))
-    step = torch.where(attended & (before >= 0), step, 1)
+    step = torch.where(attended & (before >= 0), step, 2)  # no step, neither back nor by one
     # A token whose successor is padding has no step after it.
     after = F.pad(torch.where(attended, step, 0)[:, 1:], (0, 1))
     first = position_ids.gather(1, attended.int().argmax(1, keepdim=True))
