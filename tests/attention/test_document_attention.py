@@ -99,6 +99,7 @@ def test_bounds_may_be_a_list_or_integers(kind: Any) -> None:
         ([0, 30, 48], ValueError, "expected every row of 24 tokens to begin a document, got none at 24"),
         ([0], ValueError, "expected shape [documents + 1] with at least one document, got (1,)"),
         ([[0, 48]], ValueError, "expected shape [documents + 1]"),
+        ([0, "end"], TypeError, "expected a tensor or list of integers, got list"),
         ([0.0, 48.0], TypeError, "expected integers, got torch.float32"),
     ],
 )

@@ -109,8 +109,19 @@ def row_groups(
     return groups
 
 
+def bounds_tensor(cu_seqlens: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Return `cu_seqlens` as a tensor; ``TypeError`` for what no tensor can be made of."""
+    try:
+        return torch.as_tensor(cu_seqlens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"cu_seqlens: expected a tensor or list of integers, got {type(cu_seqlens).__name__} ({error}). "
+            "Pass the first token of each document in the concatenated rows, and their end."
+        ) from error
+
+
 def _checked_bounds(cu_seqlens: torch.Tensor | Sequence[int], batch: int, length: int) -> list[int]:
-    tensor = torch.as_tensor(cu_seqlens)
+    tensor = bounds_tensor(cu_seqlens)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"cu_seqlens: expected integers, got {tensor.dtype}. Pass torch.int32 or int64.")
     if tensor.ndim != 1 or len(tensor) < 2:

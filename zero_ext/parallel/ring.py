@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.attention.packed_documents import row_groups
+from zero_ext.attention.packed_documents import bounds_tensor, row_groups
 from zero_ext.attention.sparse_self_attention import autocast_tensors
 from zero_ext.attention.tile_attention import merge_tile, tile_kernel
 from zero_ext.parallel.ulysses import SequenceExchange, check_ring, sequence_rank
@@ -230,13 +230,9 @@ class RingAttention:
         query, key, value = autocast_tensors(query, key, value)
         problem, documents = "", []
         try:
-            # A rank that raised before the others have compared would leave them waiting.
-            documents = [] if cu_seqlens is None else torch.as_tensor(cu_seqlens).flatten().tolist()
-        except Exception as error:
-            problem = (
-                f"cu_seqlens: expected a tensor or list of integers, got {type(cu_seqlens).__name__} "
-                f"({error}). Pass the first token of each document in the concatenated rows, and their end."
-            )
+            documents = [] if cu_seqlens is None else bounds_tensor(cu_seqlens).flatten().tolist()
+        except TypeError as error:  # raised after the comparison, for which the other ranks wait
+            problem = str(error)
         dtypes = [str(each.dtype) for each in (query, key, value)]
         hashed = documents, is_causal, scale, dtypes
         self.exchange.agree_on_shapes(query, key, value, hashed, problem)

@@ -362,7 +362,11 @@ def test_shards_that_would_leak_are_refused_by_all_ranks(world: World) -> None:
         (ring, by_hand(equal, packed=True), "position_ids: expected ones that go on within a document"),
         # These documents have the same positions in both cuts.
         (ring, shard_batch(quarters, mesh, packed=True), "sequence_ring: expected shards for a ring of 2"),
-        (ring, {**shard_batch(rows, mesh, ring=2), "cu_seq_lens_q": [0, "end"]}, "cu_seqlens|no tensor|str"),
+        (
+            ring,
+            {**shard_batch(rows, mesh, ring=2), "cu_seq_lens_q": [0, "end"]},
+            "cu_seqlens: expected a tensor or list of integers, got list",
+        ),
         (
             ring,
             {**shard_batch(rows, mesh, ring=2), "position_ids": torch.arange(3)[None]},

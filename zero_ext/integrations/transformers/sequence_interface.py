@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_ext.attention.packed_documents import row_groups
+from zero_ext.attention.packed_documents import bounds_tensor, row_groups
 from zero_ext.integrations.transformers.attention_interface import (
     check_full_attention,
     is_cross,
@@ -327,8 +327,8 @@ def _document_shard(
     try:
         row_groups(given, batch, length)
         tokens = shard_positions(length, exchange.rank, exchange.size, exchange.ring)
-        bounds = torch.as_tensor(given).to("cpu", torch.int64)
-    except (TypeError, ValueError, RuntimeError) as error:  # others of torch for what is no tensor
+        bounds = bounds_tensor(given).to("cpu", torch.int64)
+    except (TypeError, ValueError) as error:
         return None, str(error).rstrip("."), fix
     rows = torch.arange(batch, device="cpu")[:, None] * length
     document = torch.bucketize(rows + tokens, bounds, right=True) - 1
