@@ -313,21 +313,21 @@ def _document_shard(
     none.
     """
     batch, length = shape[0], shape[1] * exchange.size
-    given, positions, mask, ring = (
+    listed, positions, mask, ring = (
         inputs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask", "sequence_ring")
     )
     fix = f"Give shard_batch ring={exchange.ring}, and packed=True for packed rows."
     if mask is not None:
         seen = tuple(mask.shape)
         return None, f"attention_mask: expected none, as documents say what is padding, got {seen}", fix
-    if given is None or positions is None:
+    if listed is None or positions is None:
         return None, "cu_seq_lens_q: expected the documents of the full batch, got none", fix
     if ring is not None and int(ring) != exchange.ring:
         return None, f"sequence_ring: expected shards for a ring of {exchange.ring}, got {int(ring)}", fix
     try:
-        row_groups(given, batch, length)
+        row_groups(listed, batch, length)
         tokens = shard_positions(length, exchange.rank, exchange.size, exchange.ring)
-        bounds = bounds_tensor(given).to("cpu", torch.int64)
+        bounds = bounds_tensor(listed).to("cpu", torch.int64)
     except (TypeError, ValueError) as error:
         return None, str(error).rstrip("."), fix
     rows = torch.arange(batch, device="cpu")[:, None] * length
