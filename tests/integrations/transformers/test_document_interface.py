@@ -230,7 +230,7 @@ def test_padding_on_the_left(world: World) -> None:
 
 
 @on_ranks(1)
-def test_given_shifted_labels_cross_no_documents(world: World) -> None:
+def test_shifted_labels_cross_no_documents(world: World) -> None:
     enter(world)
     model, batch = llama(world.seed), packed_batch(torch.Generator().manual_seed(world.seed))
     apply_document_attention(model)
@@ -343,7 +343,7 @@ def test_shards_that_would_leak_are_refused_by_all_ranks(world: World) -> None:
     apply_sequence_parallel(ring, mesh, ring=2)
     rows = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
     equal, quarters = (
-        {**rows, "cu_seq_lens_q": torch.arange(0, ROWS * LENGTH + 1, LENGTH // parts)} for parts in (2, 4)
+        {**rows, "cu_seq_lens_q": torch.arange(0, ROWS * LENGTH + 1, LENGTH // count)} for count in (2, 4)
     )
 
     def by_hand(full: dict[str, Any], **options: Any) -> dict[str, Any]:

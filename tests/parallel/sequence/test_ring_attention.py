@@ -208,7 +208,7 @@ def test_packed_batches_are_cut_with_their_documents(world: World, ring: int) ->
 
 
 @on_ranks(4)
-def test_given_shifted_labels_cross_no_documents(world: World) -> None:
+def test_shifted_labels_cross_no_documents(world: World) -> None:
     """Tokens before another document lose their label, tokens before padding do not."""
     mesh, labels = mesh_of(cp=4), torch.randint(9, (1, 16))
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]])
