@@ -269,7 +269,7 @@ def test_losses_of_routers_need_rows_without_padding(world: World) -> None:
 
 
 @on_ranks(1)
-def test_one_rank_refuses_documents_that_nothing_keeps_apart(world: World) -> None:
+def test_one_rank_refuses_documents_under_attention_over_full_rows(world: World) -> None:
     enter(world)
     mesh, batch = mesh_of(1, 1), packed_batch(torch.Generator().manual_seed(world.seed))
     plain, sparse, documents = (llama(world.seed) for _ in range(3))
