@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from zero_ext import document_attention
 from zero_ext.attention import documents_from_positions
+from zero_ext.attention.packed_documents import positions_in_documents, restarts
 
 HEADS, LENGTH, DIM = 4, 24, 8
 DOCUMENTS = {
@@ -98,6 +99,7 @@ def test_bounds_may_be_a_list_or_integers(kind: Any) -> None:
         ([0, 30, 48], ValueError, "expected every row of 24 tokens to begin a document, got none at 24"),
         ([0], ValueError, "expected shape [documents + 1] with at least one document, got (1,)"),
         ([[0, 48]], ValueError, "expected shape [documents + 1]"),
+        ([0, "end"], TypeError, "expected a tensor or list of integers, got list"),
         ([0.0, 48.0], TypeError, "expected integers, got torch.float32"),
     ],
 )
@@ -131,9 +133,53 @@ def test_documents_of_positions(positions: Any, mask: Any, bounds: list[int]) ->
     assert documents_from_positions(torch.tensor(positions), attended).tolist() == bounds
 
 
-def test_padding_inside_of_a_document() -> None:
-    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
+@pytest.mark.parametrize(
+    ("positions", "mask"),
+    [
+        ([0, 1, 0, 1, 2, 3], [1, 1, 1, 0, 1, 1]),
+        # Positions that count attended tokens only, and the same with 1 at padding.
+        ([0, 1, 1, 1, 2, 3], [1, 1, 0, 0, 1, 1]),
+        ([0, 1, 1, 2, 2, 3], [1, 1, 0, 1, 0, 1]),
+        ([1, 0, 1, 2, 1, 3], [0, 1, 1, 1, 0, 1]),
+    ],
+)
+def test_padding_inside_of_a_document(positions: list[int], mask: list[int]) -> None:
     with pytest.raises(ValueError, match="expected padding at the start or end of a document"):
-        documents_from_positions(positions, torch.tensor([[1, 1, 1, 0, 1, 1]]))
+        documents_from_positions(torch.tensor([positions]), torch.tensor([mask]))
+
+
+def test_mask_of_another_shape() -> None:
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
     with pytest.raises(ValueError, match=r"expected both \[batch, length\], got \(1, 6\) and \(1, 5\)"):
         documents_from_positions(positions, torch.ones(1, 5))
+
+
+@pytest.mark.parametrize(("batch", "bounds"), DOCUMENTS.values(), ids=DOCUMENTS)
+def test_positions_in_documents(batch: int, bounds: list[int]) -> None:
+    found = positions_in_documents(bounds, batch, LENGTH)
+    wanted = torch.cat([torch.arange(stop - start) for start, stop in pairwise(bounds)])
+    assert torch.equal(found, wanted.view(batch, LENGTH))
+    assert documents_from_positions(found).tolist() == bounds
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "begins"),
+    [
+        ([0, 1, 2, 3], None, []),
+        ([0, 1, 2, 0, 1], None, [3]),
+        ([0, 1, 2, 0], None, [3]),
+        ([4, 5, 0, 1], None, [2]),
+        ([0, 1, 0, 0, 1], None, [2, 3]),
+        ([3, 2, 1, 0], None, []),
+        ([0, 0, 0, 0], None, []),
+        ([0, 1, 5, 6], None, []),
+        ([1, 1, 0, 1, 2], [0, 0, 1, 1, 1], []),
+        ([0, 1, 2, 1, 1], [1, 1, 1, 0, 0], []),
+        ([0, 1, 1, 0, 1], [1, 1, 0, 1, 1], [3]),
+        ([0, 1, 2, 3, 4], [1, 1, 0, 1, 1], []),
+    ],
+)
+def test_restarts_of_positions(positions: list[int], mask: list[int] | None, begins: list[int]) -> None:
+    attended = None if mask is None else torch.tensor([mask])
+    found = restarts(torch.tensor([positions]), attended)
+    assert found[0].nonzero().flatten().tolist() == begins

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zero_ext
 from tests.features.sharding import Found, ScaledModel, on_host
@@ -19,13 +22,13 @@ from zero_ext.parallel import make_mesh
 WIDTH, HEADS, LENGTH, BLOCK = 32, 2, 64, 16
 
 
-class Sparse(nn.Module):
-    """A residual layer of sparse attention."""
+class Attending(nn.Module):
+    """A residual layer of attention."""
 
-    def __init__(self, layout: dict[str, Any]) -> None:
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.project = nn.Linear(WIDTH, 3 * WIDTH)
-        self.attend = SparseSelfAttention({"block": BLOCK, **layout})
+        self.attend = attend
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         query, key, value = (
@@ -39,7 +42,22 @@ class Sparse(nn.Module):
 def sparse(world: World, device: str, layout: dict[str, Any]) -> Found:
     """Steps of two sparse layers in stage 3."""
     torch.manual_seed(world.seed)
-    model = nn.Sequential(Sparse(layout), Sparse(layout)).to(device)
+    layers = [Attending(SparseSelfAttention({"block": BLOCK, **layout})) for _ in range(2)]
+    return attention_steps(world, device, layers)
+
+
+def documents(world: World, device: str) -> Found:
+    """Steps of two layers that attend within documents, in stage 3."""
+    torch.manual_seed(world.seed)
+    bounds = torch.tensor([0, 5, 40, LENGTH, 2 * LENGTH])
+    layers = [Attending(functools.partial(zero_ext.document_attention, cu_seqlens=bounds)) for _ in range(2)]
+    with sdpa_kernel(SDPBackend.MATH):  # the only one that every device has
+        return attention_steps(world, device, layers)
+
+
+def attention_steps(world: World, device: str, layers: list[Attending]) -> Found:
+    """Steps of layers on [2, LENGTH, WIDTH] in stage 3."""
+    model = nn.Sequential(*layers).to(device)
     config = configuration(3, gradient_clipping=0.5)
     prepared, optimizer = zero_ext.prepare(model, adamw(model.parameters()), config)
     generator = torch.Generator().manual_seed(world.seed + world.rank)

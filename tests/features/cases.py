@@ -10,6 +10,9 @@ PARALLEL = "tests.features.parallel"
 ACTIVATIONS = "tests.features.activations"
 TRAINER = "tests.features.trainer"
 
+SEQUENCES = "sequence parallelism (cp, DeepSpeed-Ulysses)"
+ATTENTION = "block-sparse attention, and attention within packed documents"
+
 
 class Case(NamedTuple):
     """One test: ``body`` on ``ranks`` ranks with ``arguments``."""
@@ -249,7 +252,7 @@ def parallel_cases() -> list[Case]:
     ]
     found += [
         Case(
-            "sequence parallelism (cp, DeepSpeed-Ulysses)",
+            SEQUENCES,
             f"{' x '.join(f'{axis} {length}' for axis, length in lengths.items())}, stage {stage}",
             f"{PARALLEL}:sequences",
             4,
@@ -263,12 +266,13 @@ def parallel_cases() -> list[Case]:
 CASES += parallel_cases()
 CASES += [
     *(
-        Case("block-sparse attention", name, f"{ACTIVATIONS}:sparse", 2, {"layout": layout})
+        Case(ATTENTION, name, f"{ACTIVATIONS}:sparse", 2, {"layout": layout})
         for name, layout in (
             ("fixed, causal", {"mode": "fixed", "attention": "unidirectional", "num_local_blocks": 2}),
             ("BigBird", {"mode": "bigbird", "num_random_blocks": 1, "num_sliding_window_blocks": 3}),
         )
     ),
+    Case(ATTENTION, "packed documents", f"{ACTIVATIONS}:documents", 2, {}),
     *(
         Case(
             "activation checkpointing and offload",

@@ -109,8 +109,19 @@ def row_groups(
     return groups
 
 
+def bounds_tensor(cu_seqlens: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Return `cu_seqlens` as a tensor; ``TypeError`` for what no tensor can be made of."""
+    try:
+        return torch.as_tensor(cu_seqlens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"cu_seqlens: expected a tensor or list of integers, got {type(cu_seqlens).__name__} ({error}). "
+            "Pass the first token of each document in the concatenated rows, and their end."
+        ) from error
+
+
 def _checked_bounds(cu_seqlens: torch.Tensor | Sequence[int], batch: int, length: int) -> list[int]:
-    tensor = torch.as_tensor(cu_seqlens)
+    tensor = bounds_tensor(cu_seqlens)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"cu_seqlens: expected integers, got {tensor.dtype}. Pass torch.int32 or int64.")
     if tensor.ndim != 1 or len(tensor) < 2:
@@ -139,6 +150,67 @@ def _checked_bounds(cu_seqlens: torch.Tensor | Sequence[int], batch: int, length
     return bounds
 
 
+def positions_in_documents(cu_seqlens: torch.Tensor | Sequence[int], batch: int, length: int) -> torch.Tensor:
+    """Return the position of each token in its document.
+
+    Args:
+        cu_seqlens: as of [`document_attention`][zero_ext.document_attention].
+        batch: number of rows.
+        length: tokens of a row.
+
+    Returns:
+        int64 [batch, length] in host memory.
+
+    Raises:
+        TypeError: `cu_seqlens` are no integers.
+        ValueError: as `document_attention`.
+    """
+    bounds = torch.tensor(_checked_bounds(cu_seqlens, batch, length), device="cpu")
+    tokens = torch.arange(batch * length, device="cpu")
+    starts = bounds[torch.bucketize(tokens, bounds, right=True) - 1]
+    return (tokens - starts).view(batch, length)
+
+
+def previous_attended(attended: torch.Tensor) -> torch.Tensor:
+    """Return the last token of the row that is attended to before each one.
+
+    Args:
+        attended: bool [batch, length].
+
+    Returns:
+        int64 [batch, length]; -1 where there is none.
+    """
+    tokens = torch.arange(attended.shape[1], device=attended.device)
+    last = torch.where(attended, tokens, -1).cummax(1).values
+    return F.pad(last, (1, 0), value=-1)[:, :-1]
+
+
+def restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the tokens at which positions begin anew, as those of packed rows do.
+
+    Positions do so where they stop to ascend, and ascend again or are back at the row's first one. Descending
+    or equal positions are no documents.
+
+    Args:
+        position_ids: integers [batch, length].
+        attention_mask: [batch, length]; 0 or False for padding, at which positions mean nothing.
+
+    Returns:
+        bool [batch, length].
+    """
+    attended = torch.ones_like(position_ids, dtype=torch.bool)
+    if attention_mask is not None:
+        attended = attention_mask.bool()
+    before = previous_attended(attended)
+    step = position_ids - position_ids.gather(1, before.clamp(min=0))
+    step = torch.where(attended & (before >= 0), step, 2)  # no step, neither back nor by one
+    # A token whose successor is padding has no step after it.
+    after = F.pad(torch.where(attended, step, 0)[:, 1:], (0, 1))
+    first = position_ids.gather(1, attended.int().argmax(1, keepdim=True))
+    returned = (position_ids == first) & (step.gather(1, before.clamp(min=0)) == 1)
+    return (step <= 0) & ((after == 1) | returned)
+
+
 def documents_from_positions(
     position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -155,7 +227,7 @@ def documents_from_positions(
         int32 [documents + 1] in host memory.
 
     Raises:
-        ValueError: other shapes, or padding inside of a document.
+        ValueError: other shapes, or padding inside of a document, also where positions count on after it.
 
     Examples:
         >>> import torch
@@ -175,8 +247,12 @@ def documents_from_positions(
         attended = attention_mask.bool()
         changes = F.pad(attended.diff(), (1, 0), value=True)
         document = begins.flatten().cumsum(0) - 1
-        runs = (attended & (changes | begins)).flatten()
-        if bool((torch.bincount(document[runs]) > 1).any()):
+        runs = attended & (changes | begins)
+        # Positions that count attended tokens only do not increase at padding, and continue after it.
+        before = previous_attended(attended)
+        continued = position_ids == position_ids.gather(1, before.clamp(min=0)) + 1
+        continued &= changes & attended & (before >= 0)
+        if bool(continued.any()) or bool((torch.bincount(document[runs.flatten()]) > 1).any()):
             raise ValueError(
                 "attention_mask: expected padding at the start or end of a document, got some inside of one. "
                 "Move the padding."

@@ -71,12 +71,18 @@ def apply_sequence_parallel(
         _check_layouts(module)
     if found:
         from zero_ext.integrations.transformers.attention_interface import own_configurations
-        from zero_ext.integrations.transformers.sequence_interface import check_sequences, exchange_sequences
+        from zero_ext.integrations.transformers.sequence_interface import (
+            check_sequences,
+            exchange_sequences,
+            refuse_documents,
+        )
 
         for each in found.values():
             check_sequences(each, mesh, ring)
     exchange = SequenceExchange(mesh, timeout_seconds, ring=ring)
     if exchange.size == 1:
+        for each in found.values():
+            refuse_documents(each)
         return exchange
     if found:
         own_configurations(model)  # of all at once: what is around them holds them too

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from zero_ext.attention.packed_documents import documents_from_positions, row_groups
+from zero_ext.attention.packed_documents import (
+    documents_from_positions,
+    positions_in_documents,
+    row_groups,
+)
 from zero_ext.parallel.ring import shard_indices
 from zero_ext.parallel.ulysses import sequence_rank
 
@@ -46,14 +49,15 @@ def shard_batch(
             sequences are cut in zigzag.
         packed: Whether a row may hold several documents. Documents are given by "cu_seq_lens_q" of the full
             batch, or else by "position_ids" that begin anew. Labels that a token of another document would
-            predict become -100.
+            predict become -100, also given "shift_labels" of a token that precedes another document.
 
     Returns:
         The chunks, and also "position_ids" of the full sequence where they are missing, int64 [1 or
         batch, length / cp]. With labels also "num_items_in_batch", float: the labels of the full batch that
         are not -100 (or the "num_items_in_batch" of `batch`), divided by cp. With `ring` over 1 or `packed`
         also "cu_seq_lens_q", int32 [documents + 1]: the documents of the full batch, in place of
-        "attention_mask". Runs of padding are documents of their own. Attention must be given them.
+        "attention_mask". Runs of padding are documents of their own. Attention must be given them. Over
+        several ranks also "sequence_ring", int64 []: `ring`, which models compare with their own.
 
     Raises:
         ValueError: For a batch without tokens, a length that does not divide by the ranks or twice the ring,
@@ -82,8 +86,14 @@ def shard_batch(
     if not packed:
         _refuse_packed(full, padding_idx)
     if packed or ring > 1:
-        full |= _documents(full, tokens)
+        full |= _documents(full, tokens, padding_idx)
+        if size > 1:
+            full["sequence_ring"] = torch.tensor(ring, device="cpu")
     labels = full.get("shift_labels")
+    if labels is not None and packed:
+        labels = full["shift_labels"] = mask_last_labels(
+            labels, full["cu_seq_lens_q"], batch.get("attention_mask")
+        )
     if labels is None and full.get("labels") is not None:
         labels = full["labels"]
         if shift_labels:
@@ -105,13 +115,8 @@ def _positions(tokens: torch.Tensor, padding_idx: int | None, documents: torch.T
     """Return the positions of full sequences, int64 [1 or batch, length]."""
     batch, length = tokens.shape[:2]
     if documents is not None:
-        groups = row_groups(documents, batch, length)
-        rows = [
-            torch.cat([torch.arange(stop - start, device="cpu") for start, stop in pairwise(bounds)])
-            for extent, bounds in groups
-            for _ in range(extent.start, extent.stop)
-        ]
-        return torch.stack(rows).to(tokens.device)
+        first = 0 if padding_idx is None else padding_idx + 1
+        return positions_in_documents(documents, batch, length).to(tokens.device) + first
     counted = torch.arange(length, dtype=torch.int64, device=tokens.device)[None]
     if padding_idx is None:
         return counted
@@ -121,7 +126,7 @@ def _positions(tokens: torch.Tensor, padding_idx: int | None, documents: torch.T
     return there.cumsum(1) * there + padding_idx
 
 
-def _documents(full: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
+def _documents(full: dict[str, Any], tokens: torch.Tensor, padding_idx: int | None) -> dict[str, Any]:
     """Return the documents of full sequences, in place of a mask."""
     mask, documents = full.get("attention_mask"), full.get("cu_seq_lens_q")
     if mask is not None and mask.ndim != 2:
@@ -130,7 +135,10 @@ def _documents(full: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
             "Give documents by position_ids that begin anew."
         )
     if documents is None:
-        documents = documents_from_positions(full["position_ids"].expand(tokens.shape[:2]), mask)
+        positions = full["position_ids"].expand(tokens.shape[:2])
+        if mask is None and padding_idx is not None:
+            mask = positions != padding_idx
+        documents = documents_from_positions(positions, mask)
     elif mask is not None and not bool(mask.all()):
         raise ValueError(
             "'cu_seq_lens_q': expected no padding with them, got an attention_mask with some. Remove one of "
@@ -148,6 +156,22 @@ def mask_first_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.T
     labels = labels.clone(memory_format=torch.contiguous_format)
     labels.view(-1)[cu_seqlens[:-1].long().to(labels.device)] = _IGNORED
     return labels
+
+
+def mask_last_labels(
+    shift_labels: torch.Tensor, cu_seqlens: torch.Tensor, attention_mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return shifted labels [batch, length] with -100 at tokens that precede another document in their row.
+
+    Padding is no other document: the token before it may have the end of its own as label.
+    """
+    starts = cu_seqlens[1:-1].long().to(shift_labels.device)
+    starts = starts[starts % shift_labels.shape[1] != 0]
+    if attention_mask is not None:
+        starts = starts[attention_mask.flatten().to(starts.device)[starts] != 0]
+    shift_labels = shift_labels.clone(memory_format=torch.contiguous_format)
+    shift_labels.view(-1)[starts - 1] = _IGNORED
+    return shift_labels
 
 
 def _check_shapes(full: Mapping[str, Any], tokens: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ the back (zigzag). Under a causal mask all ranks then have the same work in ever
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.attention.packed_documents import row_groups
+from zero_ext.attention.packed_documents import bounds_tensor, row_groups
 from zero_ext.attention.sparse_self_attention import autocast_tensors
 from zero_ext.attention.tile_attention import merge_tile, tile_kernel
 from zero_ext.parallel.ulysses import SequenceExchange, check_ring, sequence_rank
@@ -44,7 +43,7 @@ def shard_indices(length: int, mesh: DeviceMesh, ring: int = 1) -> torch.Tensor:
 
 def shard_positions(length: int, rank: int, size: int, ring: int) -> torch.Tensor:
     """Return the positions of the shard of a rank among ``size``; ``ValueError`` as :func:`shard_indices`."""
-    cut = _chunk_count(ring)
+    cut = chunk_count(ring)
     multiple = math.lcm(size, cut)
     if length % multiple:
         factor = f"'cp' ({size})" if multiple == size else f"'cp' ({size}) and 2 × ring ({cut})"
@@ -57,7 +56,8 @@ def shard_positions(length: int, rank: int, size: int, ring: int) -> torch.Tenso
     return zigzag.chunk(size)[rank]
 
 
-def _chunk_count(ring: int) -> int:
+def chunk_count(ring: int) -> int:
+    """Return the number of chunks that sequences are cut into for a ring."""
     return 2 * ring if ring > 1 else 1
 
 
@@ -224,14 +224,18 @@ class RingAttention:
 
         Raises:
             TypeError: on all ranks, `cu_seqlens` are no integers.
-            ValueError: on all ranks, shapes or documents differ along "cp", heads do not divide by cp / ring,
-                or `cu_seqlens` are not those of the full sequences.
+            ValueError: on all ranks, shapes, dtypes or documents differ along "cp", heads do not divide by cp
+                / ring, or `cu_seqlens` are not those of the full sequences or no tensor of numbers.
         """
-        exchange = self.exchange
-        shapes = [*query.shape, *key.shape, *value.shape]
-        documents = [] if cu_seqlens is None else torch.as_tensor(cu_seqlens).flatten().tolist()
-        fingerprint = zlib.crc32(repr((documents, is_causal, scale)).encode())
-        exchange.agree([*shapes, fingerprint], "shapes of query, key and value, and a hash of the documents")
+        query, key, value = autocast_tensors(query, key, value)
+        problem, documents = "", []
+        try:
+            documents = [] if cu_seqlens is None else bounds_tensor(cu_seqlens).flatten().tolist()
+        except TypeError as error:  # raised after the comparison, for which the other ranks wait
+            problem = str(error)
+        dtypes = [str(each.dtype) for each in (query, key, value)]
+        hashed = documents, is_causal, scale, dtypes
+        self.exchange.agree_on_shapes(query, key, value, hashed, problem)
         return self.attend(query, key, value, cu_seqlens, is_causal=is_causal, scale=scale)
 
     @torch._dynamo.disable
@@ -265,7 +269,7 @@ class RingAttention:
         exchange = self.exchange
         query, key, value = exchange.enter(*autocast_tensors(query, key, value))
         batch, _, shard, width = query.shape
-        length, cut = shard * exchange.ring, _chunk_count(exchange.ring)
+        length, cut = shard * exchange.ring, chunk_count(exchange.ring)
         if not width == key.shape[3] == value.shape[3]:
             raise ValueError(
                 f"query, key and value: expected one head dim, got {width}, {key.shape[3]} and "

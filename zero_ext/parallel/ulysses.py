@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -97,6 +98,43 @@ class SequenceExchange:
                 "same sequences: shard them with zero_ext.parallel.shard_batch, padded to a multiple of the "
                 "ranks."
             )
+
+    def agree_on_shapes(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hashed: object, problem: str = ""
+    ) -> None:
+        """Raise on all ranks unless shapes are the same and have four dimensions; a collective.
+
+        Args:
+            query: of this rank.
+            key: of this rank.
+            value: of this rank.
+            hashed: has the same `repr` on all ranks, which is compared by its hash.
+            problem: of this rank; empty if it has none.
+
+        Raises:
+            ValueError: shapes or hashes differ, or a rank has a problem.
+        """
+        shapes = [tuple(each.shape) for each in (query, key, value)]
+        if not problem and any(len(each) != 4 for each in shapes):
+            problem = (
+                f"query, key and value: expected [batch, heads, length, head dim], got shapes {shapes}. "
+                "Reshape them."
+            )
+        # All ranks exchange as many numbers, also one with a problem.
+        numbers = [0] * 12 if problem else [size for each in shapes for size in each]
+        what = "shapes of query, key and value, and a hash of dtypes and options"
+        self.agree([*numbers, zlib.crc32(repr(hashed).encode())], what, problem)
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' tensors; a collective.
+
+        Args:
+            tensor: int64 in host memory, of one shape on all ranks.
+
+        Returns:
+            int64 of that shape.
+        """
+        return self._collectives.sum_(tensor, "sequence agreement")
 
     def enter(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -302,11 +340,11 @@ class SequenceAttention:
             [batch, heads, length / cp, head dim].
 
         Raises:
-            ValueError: on all ranks, shapes differ along "cp", heads do not divide, or the function returned
-                another shape.
+            ValueError: on all ranks, shapes or dtypes differ along "cp", heads do not divide, or the function
+                returned another shape.
         """
         exchange = self.exchange
-        exchange.agree([*query.shape, *key.shape, *value.shape], "shapes of query, key and value")
+        exchange.agree_on_shapes(query, key, value, [str(each.dtype) for each in (query, key, value)])
         full = exchange.enter(query, key, value)
         with exchange.abort_on_error():
             attended = self.function(*full, *args, **kwargs)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import unittest.mock
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.integrations.transformers.beside_one_process import assert_steps_as_alone
 from tests.integrations.transformers.models import VOCABULARY, enter, gpt2, llama
@@ -28,6 +30,25 @@ KINDS: dict[str, Any] = {
     "llama": llama,
     "gpt2": partial(gpt2, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
 }
+
+
+def opt(seed: int) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fixed = {"vocab_size": VOCABULARY, "word_embed_proj_dim": 32, "max_position_embeddings": LENGTH}
+    config = AutoConfig.for_model("opt", dropout=0.0, **fixed, **sizes)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def mixtral(seed: int) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fixed = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = AutoConfig.for_model("mixtral", sliding_window=None, **fixed, **sizes)
+    return AutoModelForCausalLM.from_config(config)
+
+
+POSITIONS: dict[str, Any] = {**KINDS, "opt": opt, "roberta": partial(masked, "roberta", pad_token_id=1)}
 
 
 def packed_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -181,6 +202,107 @@ def test_documents_among_the_inputs_and_rows_with_padding(world: World) -> None:
 
 
 @on_ranks(1)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "roberta"])
+def test_documents_without_positions(world: World, kind: str) -> None:
+    """Positions count from the start of each document, behind that of padding where a model has one."""
+    enter(world)
+    model, reference = (POSITIONS[kind](world.seed) for _ in range(2))
+    apply_document_attention(model)
+    words = packed_batch(torch.Generator().manual_seed(world.seed))["input_ids"]
+    found = model(words, cu_seq_lens_q=torch.tensor(BOUNDS)).logits.flatten(0, 1)
+    for start, stop in pairwise(BOUNDS):
+        alone = reference(words.flatten()[None, start:stop]).logits[0]
+        torch.testing.assert_close(found[start:stop], alone)
+
+
+@on_ranks(1)
+def test_padding_on_the_left(world: World) -> None:
+    """OPT counts positions from the mask, others do not."""
+    enter(world)
+    for make in (POSITIONS["opt"], llama):
+        model, reference = make(world.seed), make(world.seed)
+        apply_document_attention(model)
+        words = packed_batch(torch.Generator().manual_seed(world.seed))["input_ids"]
+        attended = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+        attended[0, :11], attended[1, :1] = 0, 0
+        found, alone = (each(words, attention_mask=attended).logits for each in (model, reference))
+        torch.testing.assert_close(found[attended > 0], alone[attended > 0])
+
+
+@on_ranks(1)
+def test_shifted_labels_cross_no_documents(world: World) -> None:
+    enter(world)
+    model, batch = llama(world.seed), packed_batch(torch.Generator().manual_seed(world.seed))
+    apply_document_attention(model)
+    labels = batch.pop("labels")
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    found = model(**batch, labels=labels, shift_labels=shifted).loss
+    torch.testing.assert_close(found, loss_of_documents(llama(world.seed), {**batch, "labels": labels}))
+    # The token before padding may predict an end that is no token.
+    mask = torch.ones(1, LENGTH, dtype=torch.int64)
+    mask[0, 40:] = 0
+    words, ends = batch["input_ids"][:1], torch.full((1, LENGTH), -100)
+    ends[0, 39] = 2
+    loss = model(words, attention_mask=mask, labels=ends, shift_labels=ends).loss
+    scores = llama(world.seed)(words[:, :40]).logits[0, 39:]
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(scores, torch.tensor([2])))
+
+
+@on_ranks(1)
+def test_losses_of_routers_need_rows_without_padding(world: World) -> None:
+    enter(world)
+    model, reference = mixtral(world.seed), mixtral(world.seed)
+    apply_document_attention(model)
+    words = packed_batch(torch.Generator().manual_seed(world.seed))["input_ids"]
+    mask = torch.ones_like(words)
+    inputs = {"input_ids": words, "labels": words, "output_router_logits": True}
+    found, wanted = (each(**inputs, attention_mask=mask).aux_loss for each in (model, reference))
+    torch.testing.assert_close(found, wanted)
+    mask[0, 40:] = 0
+    message = "output_router_logits: expected False with padding"
+    with pytest.raises(ValueError, match=message):
+        model(**inputs, attention_mask=mask)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match=message):
+        model(words, attention_mask=mask)
+    model(**{**inputs, "output_router_logits": False}, attention_mask=mask)
+
+
+@on_ranks(1)
+def test_one_rank_refuses_documents_under_attention_over_full_rows(world: World) -> None:
+    enter(world)
+    mesh, batch = mesh_of(1, 1), packed_batch(torch.Generator().manual_seed(world.seed))
+    plain, sparse, documents = (llama(world.seed) for _ in range(3))
+    sparsify_attention(sparse, SPARSE)
+    apply_document_attention(documents)
+    for model in (plain, sparse, documents):
+        apply_sequence_parallel(model, mesh)
+    shard = shard_batch(batch, mesh, packed=True)
+    inputs = {name: shard[name] for name in ("input_ids", "position_ids", "cu_seq_lens_q")}
+    for called in (partial(plain, **shard), partial(plain.model, **inputs), partial(sparse.model, **inputs)):
+        with pytest.raises(
+            ValueError, match=r"attention of this model is over full rows|one sequence per row"
+        ):
+            called()
+    torch.testing.assert_close(documents(**shard).loss, loss_of_documents(llama(world.seed), batch))
+    plain(batch["input_ids"])
+
+
+@on_ranks(1)
+def test_base_models_and_adapters_are_refused_too(world: World) -> None:
+    """An adapter calls the forward of the model, past its hooks."""
+    enter(world)
+    batch = packed_batch(torch.Generator().manual_seed(world.seed))
+    words, positions = batch["input_ids"], batch["position_ids"]
+    sparse = llama(world.seed)
+    sparsify_attention(sparse, SPARSE)
+    for called in (sparse.model, sparse.forward):
+        with pytest.raises(ValueError, match="one sequence per row"):
+            called(words, position_ids=positions)
+        called(words)
+
+
+@on_ranks(1)
 def test_refusals(world: World) -> None:
     enter(world)
     sparse = llama(world.seed)
@@ -220,13 +342,36 @@ def test_shards_that_would_leak_are_refused_by_all_ranks(world: World) -> None:
     apply_sequence_parallel(documents, mesh)
     apply_sequence_parallel(ring, mesh, ring=2)
     rows = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+    equal, quarters = (
+        {**rows, "cu_seq_lens_q": torch.arange(0, ROWS * LENGTH + 1, LENGTH // count)} for count in (2, 4)
+    )
+
+    def by_hand(full: dict[str, Any], **options: Any) -> dict[str, Any]:
+        shard = shard_batch(full, mesh, **options)
+        return {name: value for name, value in shard.items() if name != "sequence_ring"}
+
     theirs = "rank 0 of 'cp': it refused its shard of the sequence"
     for model, shard, message in (
         (plain, shard_batch(batch, mesh, packed=True), "attention of this model is over full rows"),
         (documents, shard_batch(rows, mesh), "cu_seq_lens_q: expected the documents of the full batch"),
         (ring, shard_batch(rows, mesh), "cu_seq_lens_q: expected the documents of the full batch"),
-        (ring, shard_batch(rows, mesh, packed=True), "position_ids: expected ones that increase by 1"),
-        (documents, shard_batch(rows, mesh, ring=2), "position_ids: expected ones that increase by 1"),
+        (ring, shard_batch(rows, mesh, packed=True), "sequence_ring: expected shards for a ring of 2, got 1"),
+        (documents, shard_batch(rows, mesh, ring=2), "sequence_ring: expected shards for a ring of 1, got 2"),
+        (ring, by_hand(rows, packed=True), "position_ids: expected ones that increase by 1"),
+        (documents, by_hand(rows, ring=2), "position_ids: expected ones that increase by 1"),
+        (ring, by_hand(equal, packed=True), "position_ids: expected ones that go on within a document"),
+        # These documents have the same positions in both cuts.
+        (ring, shard_batch(quarters, mesh, packed=True), "sequence_ring: expected shards for a ring of 2"),
+        (
+            ring,
+            {**shard_batch(rows, mesh, ring=2), "cu_seq_lens_q": [0, "end"]},
+            "cu_seqlens: expected a tensor or list of integers, got list",
+        ),
+        (
+            ring,
+            {**shard_batch(rows, mesh, ring=2), "position_ids": torch.arange(3)[None]},
+            "position_ids: expected shape (2, 32), got (1, 3)",
+        ),
         (
             documents,
             {**shard_batch(batch, mesh, packed=True), "attention_mask": torch.ones(ROWS, LENGTH)},
@@ -244,3 +389,24 @@ def test_shards_that_would_leak_are_refused_by_all_ranks(world: World) -> None:
             model.train()(**shard_batch(rows, mesh, ring=2))
     with pytest.raises(ValueError, match="expected full attention in all layers"):
         apply_sequence_parallel(mistral(world.seed), mesh, ring=2)
+
+
+@on_ranks(2)
+def test_shards_are_compared_once_and_also_by_base_models(world: World) -> None:
+    enter(world)
+    mesh, batch = mesh_of(1, 2), packed_batch(torch.Generator().manual_seed(world.seed))
+    model = llama(world.seed)
+    exchange = apply_sequence_parallel(model, mesh, ring=2)
+    shard = shard_batch(batch, mesh, ring=2, packed=True)
+    inputs = {name: shard[name] for name in ("input_ids", "position_ids", "cu_seq_lens_q")}
+    wrong = {**inputs, "position_ids": inputs["position_ids"].roll(1, 1)}
+    theirs = "rank 1 of 'cp': it refused its shard of the sequence"
+    message = re.escape(theirs if world.rank == 0 else "position_ids: expected ones that increase by 1")
+    with unittest.mock.patch.object(exchange, "agree", wraps=exchange.agree) as agree:
+        model(**shard)
+        assert agree.call_count == 1
+        for called in (model, model.model, model.forward) * 2:  # the last as adapters call it
+            with pytest.raises(ValueError, match=message):
+                called(**(wrong if world.rank == 1 else inputs))
+            called(**inputs)
+        assert agree.call_count == 13

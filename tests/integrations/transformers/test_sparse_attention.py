@@ -267,6 +267,14 @@ def test_layers_share_one_attention_and_copies_have_their_own() -> None:
     equal(twin(input_ids=ids)[0], model(input_ids=ids)[0])
 
 
+def test_positions_of_ones_own_are_no_documents() -> None:
+    original, swapped = pair("bert", {"mode": "dense", "block": 16})
+    words = batch()["input_ids"]
+    for positions in (torch.arange(LENGTH).flip(0), torch.zeros(LENGTH, dtype=torch.int64)):
+        inputs = {"input_ids": words, "position_ids": positions[None]}
+        equal(swapped(**inputs)[0], original(**inputs)[0])
+
+
 def test_what_cannot_be_sparse_is_refused() -> None:
     images = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic"))
     with pytest.raises(ValueError, match="ResNetModel: expected attention"):

@@ -131,9 +131,11 @@ def test_autocast_and_half_precision(world: World) -> None:
 def test_wrong_inputs_are_refused_by_all_ranks(world: World) -> None:
     attention = attention_of(4, 2)
 
-    def attend(heads: int = 2, length: int = 12, bounds: Any = None, width: int = DIM) -> torch.Tensor:
-        query = torch.ones(1, heads, length, DIM)
-        return attention(query, query, torch.ones(1, heads, length, width), bounds)
+    def attend(
+        heads: int = 2, length: int = 12, bounds: Any = None, width: int = DIM, **options: Any
+    ) -> torch.Tensor:
+        query = torch.ones(1, heads, length, DIM, **options)
+        return attention(query, query, torch.ones(1, heads, length, width, **options), bounds)
 
     for options, message in (
         ({"heads": 3}, "expected a multiple of 'cp' / ring (2), got 3"),
@@ -142,9 +144,20 @@ def test_wrong_inputs_are_refused_by_all_ranks(world: World) -> None:
         ({"bounds": [0, 40 + world.rank, 48]}, "expected the same along 'cp'"),
         ({"width": DIM // 2}, "expected one head dim, got 8, 8 and 4"),
         ({"length": 11 + world.rank % 2}, "expected the same along 'cp'"),
+        ({"dtype": (torch.float32, torch.bfloat16)[world.rank % 2]}, "expected the same along 'cp'"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             attend(**options)
+    theirs = "rank 1 of 'cp': it refused its shard of the sequence"
+    three, four = torch.ones(2, 12, DIM), torch.ones(1, 2, 12, DIM)
+    mine = world.rank == 1
+    for query, wrong, message in (
+        (four, [[0], [12, 48]], "cu_seqlens: expected a tensor or list of integers, got list"),
+        (four, ["48"], "cu_seqlens: expected a tensor or list of integers, got list"),
+        (three, [0, 48], "query, key and value: expected [batch, heads, length, head dim]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message if mine else theirs)):
+            attention(*[query if mine else four] * 3, wrong if mine else [0, 48])
     assert attend().shape == (1, 2, 12, DIM)  # and the ranks still understand each other
     for ring in (0, 3, True, 8):
         with pytest.raises(ValueError, match=re.escape(f"ring: expected a divisor of 'cp' (4), got {ring}")):
@@ -184,12 +197,41 @@ def test_packed_batches_are_cut_with_their_documents(world: World, ring: int) ->
     for shard in shards:
         assert shard["cu_seq_lens_q"].tolist() == PACKED
         assert float(shard["num_items_in_batch"]) == int((shifted != -100).sum()) / 4
+        assert int(shard["sequence_ring"]) == ring
     del batch["position_ids"]
     batch["cu_seq_lens_q"] = torch.tensor(PACKED)
     for shard in world.everyone(shard_batch(batch, mesh, ring=ring, packed=True)):
         assert shard["cu_seq_lens_q"].tolist() == PACKED
-    again = shard_batch(batch, mesh, ring=ring, packed=True)["position_ids"]
-    assert torch.equal(again, shards[world.rank]["position_ids"])
+    for padding, first in ((None, 0), (1, 2)):  # RoBERTa counts from the number behind padding
+        again = shard_batch(batch, mesh, ring=ring, packed=True, padding_idx=padding)["position_ids"]
+        assert torch.equal(again, shards[world.rank]["position_ids"] + first)
+
+
+@on_ranks(4)
+def test_shifted_labels_cross_no_documents(world: World) -> None:
+    """Tokens before another document lose their label, tokens before padding do not."""
+    mesh, labels = mesh_of(cp=4), torch.randint(9, (1, 16))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]])
+    mask = (torch.arange(16) < 14).long()[None]
+    batch = {"input_ids": labels, "shift_labels": labels, "position_ids": positions, "attention_mask": mask}
+    shards = world.everyone(shard_batch(batch, mesh, packed=True))
+    wanted = labels.clone()
+    wanted[0, [4, 11]] = -100
+    assert torch.equal(torch.cat([each["shift_labels"] for each in shards], 1), wanted)
+    assert torch.equal(torch.cat([each["labels"] for each in shards], 1), wanted)
+    assert float(shards[0]["num_items_in_batch"]) == 14 / 4
+    assert bool((labels >= 0).all())
+
+
+@on_ranks(4)
+def test_padding_of_positions_inside_of_a_sequence(world: World) -> None:
+    words = torch.full((1, 16), 5)
+    words[0, 7] = 1
+    with pytest.raises(ValueError, match="expected padding at the start or end of a document"):
+        shard_batch({"input_ids": words}, mesh_of(cp=4), ring=2, padding_idx=1)
+    words[0, 7:] = 1
+    shard = shard_batch({"input_ids": words}, mesh_of(cp=4), ring=2, padding_idx=1)
+    assert shard["cu_seq_lens_q"].tolist()[:2] == [0, 7]
 
 
 @on_ranks(4)

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
 from zero_ext.attention import BlockLayout, SparseSelfAttention, extend_positions
+from zero_ext.attention.packed_documents import restarts
 from zero_ext.config import SparseAttentionConfig
 from zero_ext.config.sparse_attention import AttentionBackend
 
@@ -101,7 +102,10 @@ def exchange_attention(model: PreTrainedModel, sparse: SparseSelfAttention) -> N
     if attentions:
         model.set_attn_implementation(NAME)
     _exchange_bloom(model)
-    model.register_forward_pre_hook(_refuse_documents, with_kwargs=True)
+    # A caller may use the base model alone, and adapters call the forward of the outer model past its hooks.
+    for each in model.modules():
+        if isinstance(each, PreTrainedModel):
+            each.register_forward_pre_hook(_refuse_documents, with_kwargs=True)
     for module in (*attentions, *blooms):
         module.sparse_attention = sparse
 
@@ -117,11 +121,10 @@ def _refuse_documents(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None or positions.ndim != 2 or (mask is not None and mask.ndim != 2):
         return
-    begins = positions.diff() != 1
-    if mask is not None:  # positions of padding mean nothing
-        attended = mask[:, -positions.shape[1] :].bool()
-        begins = begins & attended[:, 1:] & attended[:, :-1]
-    if bool(begins.any()):
+    if mask is not None:
+        mask = mask[:, -positions.shape[1] :]
+        positions = positions.expand(mask.shape)
+    if bool(restarts(positions, mask).any()):
         raise ValueError(
             f"{type(model).__name__}: expected one sequence per row under sparse attention, got position_ids "
             "that begin anew. Pass one sequence per row, or call apply_document_attention on a dense model."

@@ -12,13 +12,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_ext.attention import SparseSelfAttention, document_attention, documents_from_positions
+from zero_ext.attention.packed_documents import positions_in_documents
 from zero_ext.integrations.transformers.attention_interface import (
     check_full_attention,
     is_cross,
     own_configurations,
     registry_attentions,
 )
-from zero_ext.parallel.batch_sharding import mask_first_labels
+from zero_ext.parallel.batch_sharding import mask_first_labels, mask_last_labels
 
 NAME = "zero_ext_documents"
 UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "head_mask", "position_bias")
@@ -28,9 +29,10 @@ def apply_document_attention(model: PreTrainedModel) -> None:
     """Make a model attend within the documents of packed rows, in place.
 
     Documents are those of `cu_seq_lens_q` in the model's inputs, or else begin where `position_ids` do not
-    increase by 1. No mask of tokens × tokens is made. Padding at the start or end of a document, given by an
-    `attention_mask` [batch, length], is no part of it. A model that predicts the next token ignores `labels`
-    of a document's first token, which another document would predict.
+    increase by 1. Missing `position_ids` count from the start of each document. No mask of tokens × tokens is
+    made. Padding at the start or end of a document, given by an `attention_mask` [batch, length], is no part
+    of it. A model that predicts the next token ignores `labels` of a document's first token, which another
+    document would predict, and `shift_labels` of a token that precedes another document.
 
     Call it before [`apply_sequence_parallel`][zero_ext.integrations.apply_sequence_parallel] and
     [`prepare`][zero_ext.prepare]. `model.set_attn_implementation("sdpa")` undoes it, as generation needs.
@@ -40,8 +42,8 @@ def apply_document_attention(model: PreTrainedModel) -> None:
 
     Raises:
         ValueError: the model has cross-attention, sparse attention, windows, attention of its own, or a
-            forward without further keyword arguments; or its sequences are sharded already. Nothing was
-            changed.
+            forward without `position_ids` or further keyword arguments; or its sequences are sharded already.
+            Nothing was changed.
 
     Examples:
         >>> import torch
@@ -72,17 +74,35 @@ def apply_document_attention(model: PreTrainedModel) -> None:
         problem = "expected dense attention, got a sparse layout. Use one of the two."
     elif all(each.kind != inspect.Parameter.VAR_KEYWORD for each in forward.values()):
         problem = "expected a forward with further keyword arguments, got none. Use another model."
+    elif "position_ids" not in forward:
+        problem = "expected position_ids in forward, got none. Use a model that has them."
     if problem:
         raise ValueError(f"{type(model).__name__}: {problem}")
     check_full_attention(model)
     own_configurations(model)
     model.set_attn_implementation(NAME)
-    hook = functools.partial(_add_documents, list(forward), model.can_generate())
+    first = padding_position(model)
+    first = 0 if first is None else first + 1
+    hook = functools.partial(_add_documents, list(forward), model.can_generate(), first)
     model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def padding_position(model: torch.nn.Module) -> int | None:
+    """Return the position of padding in a model that counts positions from it, as RoBERTa does."""
+    for module in model.modules():
+        positions = getattr(module, "position_embeddings", None)
+        if isinstance(positions, torch.nn.Embedding) and positions.padding_idx is not None:
+            return positions.padding_idx
+    return None
+
+
 def _add_documents(
-    parameters: list[str], predicts_next: bool, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parameters: list[str],
+    predicts_next: bool,
+    first_position: int,
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[()], dict[str, Any]] | None:
     """Add the documents to a model's inputs. Sharded sequences have another attention, and theirs already."""
     if model.config._attn_implementation != NAME:
@@ -99,17 +119,37 @@ def _add_documents(
             f"past_key_values: expected no tokens, got {cache.get_seq_length()}: packed documents do not "
             "support generation. Call model.set_attn_implementation('sdpa') first."
         )
+    positions = inputs.get("position_ids")
+    if mask is not None and not bool(mask.all()):
+        _check_padding(model, inputs)
+        if positions is None and model.config.model_type == "opt":  # which counts from the mask
+            inputs["position_ids"] = mask.long().cumsum(1) * mask.long() - 1
     if documents is None:
-        documents = _documents(inputs.get("position_ids"), mask, tokens.shape[:2])
-    elif mask is not None and not bool(mask.all()):
+        documents = _documents(positions, mask, tokens.shape[:2])
+    elif positions is None:
+        counted = positions_in_documents(documents, *tokens.shape[:2]) + first_position
+        inputs["position_ids"] = counted.to(tokens.device)
+    inputs |= {"cu_seq_lens_q": documents, "attention_mask": None}
+    if inputs.get("shift_labels") is not None:
+        inputs["shift_labels"] = mask_last_labels(inputs["shift_labels"], documents, mask)
+    elif labels is not None and predicts_next:
+        inputs["labels"] = mask_first_labels(labels, documents)
+    return (), inputs
+
+
+def _check_padding(model: Any, inputs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for inputs that do not go with padding in the attention mask."""
+    if inputs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             "cu_seq_lens_q: expected no padding with them, got an attention_mask with some. Remove one "
             "of the two."
         )
-    inputs |= {"cu_seq_lens_q": documents, "attention_mask": None}
-    if labels is not None and predicts_next and inputs.get("shift_labels") is None:
-        inputs["labels"] = mask_first_labels(labels, documents)
-    return (), inputs
+    routed = inputs.get("output_router_logits")
+    if getattr(model.config, "output_router_logits", False) if routed is None else routed:
+        raise ValueError(
+            "output_router_logits: expected False with padding, got True: the loss of the routers needs the "
+            "attention_mask, which documents replace. Set it to False, or pass rows without padding."
+        )
 
 
 def _documents(positions: torch.Tensor | None, mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,15 +15,15 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_ext.attention.packed_documents import row_groups
+from zero_ext.attention.packed_documents import bounds_tensor, row_groups
 from zero_ext.integrations.transformers.attention_interface import (
     check_full_attention,
     is_cross,
     registry_attentions,
 )
 from zero_ext.integrations.transformers.document_interface import NAME as DOCUMENTS
-from zero_ext.integrations.transformers.document_interface import checked_documents
-from zero_ext.parallel.ring import RingAttention, shard_positions
+from zero_ext.integrations.transformers.document_interface import checked_documents, padding_position
+from zero_ext.parallel.ring import RingAttention, chunk_count, shard_positions
 from zero_ext.parallel.ulysses import SequenceExchange, sequence_rank
 
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -98,15 +99,6 @@ def _is_masked(model: Any) -> bool:
     return bool(model.loss_type == "ForMaskedLM")
 
 
-def _padding_positions(model: torch.nn.Module) -> int | None:
-    """Return the position of padding in a model that counts positions from it, as RoBERTa does."""
-    for module in model.modules():
-        positions = getattr(module, "position_embeddings", None)
-        if isinstance(positions, torch.nn.Embedding) and positions.padding_idx is not None:
-            return positions.padding_idx
-    return None
-
-
 def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> None:
     """Put ``exchange`` around the attention of a model. No other model may hold its configuration."""
     inner = model.config._attn_implementation
@@ -120,18 +112,31 @@ def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> No
     attentions: list[Any] = registry_attentions(model)
     for module in attentions:
         module.sequence_exchange = exchange
-    parameters = list(inspect.signature(model.forward).parameters)
-    masked, padding = _is_masked(model), _padding_positions(model)
-    documents = exchange.ring > 1 or inner == DOCUMENTS
-
-    def check(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = dict(zip(parameters, args, strict=False)) | kwargs
-        present = {name: value for name, value in inputs.items() if value is not None}
-        _agree(exchange, present, masked, padding, documents)
-
-    model.register_forward_pre_hook(check, with_kwargs=True)
+    masked = _is_masked(model)
+    check = _ShardCheck(exchange, masked, padding_position(model), exchange.ring > 1 or inner == DOCUMENTS)
+    # A caller may use the base model alone, and adapters call the forward of the outer model past its hooks.
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(check.before, with_kwargs=True)
+            module.register_forward_hook(check.after, always_call=True)
     if masked:
-        _sum_masked_losses(model, parameters)
+        _sum_masked_losses(model, list(inspect.signature(model.forward).parameters))
+
+
+def refuse_documents(model: PreTrainedModel) -> None:
+    """Make a model on one rank refuse documents that its attention does not keep apart, as on several ranks.
+
+    transformers itself looks at positions that begin anew, but not if there is a cache.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(_refuse_documents, with_kwargs=True)
+
+
+def _refuse_documents(model: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    attention = model.config._attn_implementation
+    if kwargs.get("cu_seq_lens_q") is not None and attention != DOCUMENTS and "flash" not in attention:
+        raise ValueError(". ".join(_full_rows_problem()))
 
 
 def _sum_masked_losses(model: Any, parameters: list[str]) -> None:
@@ -156,32 +161,104 @@ def _sum_masked_losses(model: Any, parameters: list[str]) -> None:
     model.forward = with_loss
 
 
-def _agree(
+class _ShardCheck:
+    """Compares the shards of all ranks before the forward of a model, and of no model in it once more.
+
+    Args:
+        exchange: of the model's attention.
+        masked: whether it has labels of tokens where they are.
+        padding: position of padding from which it counts, if it does.
+        documents: whether its attention is within documents.
+    """
+
+    def __init__(
+        self, exchange: SequenceExchange, masked: bool, padding: int | None, documents: bool
+    ) -> None:
+        self._exchange, self._masked = exchange, masked
+        self._padding, self._documents = padding, documents
+        self._running: list[torch.nn.Module] = []
+
+    def before(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Raise ``ValueError`` on all ranks unless all give shards of one batch."""
+        self._running.append(module)
+        if len(self._running) > 1:
+            return None
+        parameters = inspect.signature(module.forward).parameters
+        inputs = dict(zip(parameters, args, strict=False)) | kwargs
+        self._agree({name: value for name, value in inputs.items() if value is not None})
+        return args, {name: value for name, value in kwargs.items() if name != "sequence_ring"}
+
+    def after(self, module: torch.nn.Module, *_: Any) -> None:
+        """Note the end of a forward, also of one that raised an error."""
+        if module in self._running:
+            self._running.remove(module)
+
+    def _agree(self, inputs: dict[str, Any]) -> None:
+        exchange = self._exchange
+        tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+        if tokens is None:
+            problem = "inputs: expected input_ids or inputs_embeds, got neither. Pass one of them."
+            exchange.agree((0, 0, 0, 0), "batch and length", problem)
+            return
+        shape, documents = tokens.shape[:2], self._documents
+        problem, fix = _problem(exchange, inputs, shape, self._masked, self._padding)
+        shards: _DocumentShard | None = None
+        if not problem and (documents or "cu_seq_lens_q" in inputs):
+            problem, fix = _full_rows_problem()
+            if documents:
+                shards, problem, fix = _document_shard(exchange, inputs, shape)
+        elif not problem and self._padding is None and _has_packed_rows(inputs):
+            problem = "position_ids: they begin anew (packed sequences), which needs an attention_mask of 4 "
+            problem += "dimensions"
+            fix = "Pass one, or call apply_document_attention(model) before apply_sequence_parallel."
+        bounds = [] if shards is None else shards.bounds.tolist()
+        declared = 0 if shards is None else shards.ring
+        numbers = (*shape, zlib.crc32(repr(bounds).encode()), declared)
+        what = "batch, length, a hash of the documents, and the ring of the shards"
+        exchange.agree(numbers, what, f"{problem}. {fix}" if problem else "")
+        if shards is not None and not declared:
+            _compare_cuts(exchange, shards)
+
+
+def _has_packed_rows(inputs: dict[str, Any]) -> bool:
+    """Return whether positions begin anew, and no mask [batch, 1, length, length] keeps documents apart."""
+    mask = inputs.get("attention_mask")
+    square = mask is not None and mask.ndim == 4
+    return not square and find_packed_sequence_indices(inputs["position_ids"]) is not None
+
+
+def _full_rows_problem() -> tuple[str, str]:
+    return (
+        "cu_seq_lens_q: expected none, as attention of this model is over full rows, got some",
+        "Call apply_document_attention(model) before apply_sequence_parallel.",
+    )
+
+
+def _problem(
     exchange: SequenceExchange,
     inputs: dict[str, Any],
+    shape: torch.Size,
     masked: bool,
     padding: int | None,
-    documents: bool,
-) -> None:
-    """Raise ``ValueError`` on all ranks unless all give parts of one batch. ``masked`` models have labels of
-    tokens where they are, and some count positions from that of ``padding``. Attention of some is within
-    ``documents``."""
-    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    if tokens is None:
-        problem = "inputs: expected input_ids or inputs_embeds, got neither. Pass one of them."
-        exchange.agree((0, 0), "batch and length", problem)
-        return
-    length = exchange.size * tokens.shape[1]
+) -> tuple[str, str]:
+    """Return the problem of a rank's inputs, other than of documents, and its fix.
+
+    The problem is empty if there is none.
+    """
+    length = exchange.size * shape[1]
     positions, mask, cache = (
         inputs.get(name) for name in ("position_ids", "attention_mask", "past_key_values")
     )
     seen = () if mask is None else tuple(mask.shape)
-    square, problem = len(seen) == 4, ""
-    fix = "Make the inputs from a whole batch with zero_ext.parallel.shard_batch."
+    problem, fix = "", "Make the inputs from a whole batch with zero_ext.parallel.shard_batch."
     if positions is None:
         problem = (
             "position_ids: expected those of this shard, got none, so every shard would be the first one"
         )
+    elif tuple(positions.shape) not in ((1, shape[1]), tuple(shape)):
+        problem = f"position_ids: expected shape {tuple(shape)}, got {tuple(positions.shape)}"
     elif padding is not None and int(positions.min()) < padding:
         problem = f"position_ids: expected at least {padding}, got {int(positions.min())}"
         fix = f"Give shard_batch padding_idx={padding}, from which this model counts."
@@ -198,56 +275,91 @@ def _agree(
         )
     elif seen and seen[-1] != length:
         problem = f"attention_mask: expected all {length} tokens of the sequence, got {seen}"
-    elif square and seen[1:3] != (1, length):
+    elif len(seen) == 4 and seen[1:3] != (1, length):
         problem = f"attention_mask: expected [batch, 1, {length}, {length}], got {seen}"
-    elif documents or "cu_seq_lens_q" in inputs:
-        problem, fix = _document_problem(exchange, inputs, documents, tokens.shape[:2])
-    elif padding is None and not square and find_packed_sequence_indices(positions) is not None:
-        problem = (
-            "position_ids: they begin anew (packed sequences), which needs an attention_mask of 4 dimensions"
-        )
-        fix = "Pass one, or call apply_document_attention(model) before apply_sequence_parallel."
     elif cache is not None and cache.get_seq_length():
         problem = (
             f"past_key_values: expected no tokens, got {cache.get_seq_length()}, and sharded sequences do "
         )
         problem += "not support generation"
         fix = "Generate with the model before its sequences are sharded."
-    if problem:
-        problem += f". {fix}"
-    bounds = inputs["cu_seq_lens_q"].tolist() if documents and not problem else []
-    numbers = (*tokens.shape[:2], zlib.crc32(repr(bounds).encode()))
-    exchange.agree(numbers, "batch, length and a hash of the documents", problem)
+    return problem, fix
 
 
-def _document_problem(
-    exchange: SequenceExchange, inputs: dict[str, Any], documents: bool, shape: torch.Size
-) -> tuple[str, str]:
-    """Return the problem of documents, or of positions that do not increase with the tokens in one, and its
-    fix. The problem is empty if there is none."""
+class _DocumentShard(NamedTuple):
+    """Documents of the full batch, and a rank's tokens in them.
+
+    Attributes:
+        bounds: int64 [documents + 1] in host memory.
+        tokens: positions of this rank's tokens in the full sequences.
+        document: number of each of them, [batch, tokens].
+        offset: position that the first token of its document would have, [batch, tokens].
+        ring: that `shard_batch` cut for; 0 if not known.
+    """
+
+    bounds: torch.Tensor
+    tokens: torch.Tensor
+    document: torch.Tensor
+    offset: torch.Tensor
+    ring: int
+
+
+def _document_shard(
+    exchange: SequenceExchange, inputs: dict[str, Any], shape: torch.Size
+) -> tuple[_DocumentShard | None, str, str]:
+    """Return this rank's shard of documents, or their problem and its fix.
+
+    Positions that do not increase with the tokens of a document are one. The problem is empty if there is
+    none.
+    """
     batch, length = shape[0], shape[1] * exchange.size
-    bounds, positions, mask = (
-        inputs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask")
+    listed, positions, mask, ring = (
+        inputs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask", "sequence_ring")
     )
     fix = f"Give shard_batch ring={exchange.ring}, and packed=True for packed rows."
-    if not documents:
-        problem = "cu_seq_lens_q: expected none, as attention of this model is over full rows, got some"
-        return problem, "Call apply_document_attention(model) before apply_sequence_parallel."
     if mask is not None:
         seen = tuple(mask.shape)
-        return f"attention_mask: expected none, as documents say what is padding, got {seen}", fix
-    if bounds is None or positions is None:
-        return "cu_seq_lens_q: expected the documents of the full batch, got none", fix
+        return None, f"attention_mask: expected none, as documents say what is padding, got {seen}", fix
+    if listed is None or positions is None:
+        return None, "cu_seq_lens_q: expected the documents of the full batch, got none", fix
+    if ring is not None and int(ring) != exchange.ring:
+        return None, f"sequence_ring: expected shards for a ring of {exchange.ring}, got {int(ring)}", fix
     try:
-        row_groups(bounds, batch, length)
+        row_groups(listed, batch, length)
         tokens = shard_positions(length, exchange.rank, exchange.size, exchange.ring)
+        bounds = bounds_tensor(listed).to("cpu", torch.int64)
     except (TypeError, ValueError) as error:
-        return str(error).rstrip("."), fix
+        return None, str(error).rstrip("."), fix
     rows = torch.arange(batch, device="cpu")[:, None] * length
-    document = torch.bucketize(rows + tokens, bounds.to("cpu", torch.int64), right=True)
-    if bool(((document.diff() == 0) & (positions.to("cpu").diff() != tokens.diff())).any()):
-        return "position_ids: expected ones that increase by 1 per token within a document, got others", fix
-    return "", fix
+    document = torch.bucketize(rows + tokens, bounds, right=True) - 1
+    offset = positions.to("cpu").expand(batch, -1) - (rows + tokens - bounds[document])
+    if bool(((document.diff() == 0) & (offset.diff() != 0)).any()):
+        return (
+            None,
+            "position_ids: expected ones that increase by 1 per token within a document, got others",
+            fix,
+        )
+    return _DocumentShard(bounds, tokens, document, offset, 0 if ring is None else int(ring)), "", fix
+
+
+def _compare_cuts(exchange: SequenceExchange, shard: _DocumentShard) -> None:
+    """Raise ``ValueError`` on all ranks unless documents go on from one rank to the next; a collective.
+
+    Shards for another ring have such positions on each rank alone.
+    """
+    batch, length = shard.offset.shape[0], shard.offset.shape[1] * exchange.size
+    unit = length // math.lcm(exchange.size, chunk_count(exchange.ring))
+    cuts = torch.arange(unit, length, unit, device="cpu")
+    offsets = torch.zeros(batch, length, dtype=torch.int64, device="cpu")
+    offsets[:, shard.tokens] = shard.offset
+    before, after = exchange.total(torch.stack((offsets[:, cuts - 1], offsets[:, cuts])))
+    rows = torch.arange(batch, device="cpu")[:, None] * length
+    within = ~torch.isin(rows + cuts, shard.bounds)
+    if bool((within & (before != after)).any()):
+        raise ValueError(
+            "position_ids: expected ones that go on within a document from rank to rank, got others, as of "
+            f"shards for another ring. Give shard_batch ring={exchange.ring}."
+        )
 
 
 class _Regrouped:
