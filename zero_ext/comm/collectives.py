@@ -52,7 +52,7 @@ class Collectives:
     parallelism); None without model parallelism. ``slices`` are those of all data-parallel and
     tensor-parallel ranks of a pipeline stage; None unless :meth:`join_slices` has set them. ``recorder``
     finds ranks that make different collectives; ``members`` are the ranks of this group among those that it
-    compares. ``ranks`` are the same ranks in the world. ``reconnect`` is what :meth:`reconnected` calls.
+    compares. ``ranks`` are the same ranks in the world.
 
     What every rank has is shared by all of them, an expert by the ranks that :meth:`join_experts` named.
     """
@@ -69,7 +69,6 @@ class Collectives:
         *,
         reduction: ResolvedReduction = "rank_order",
         in_one_order: bool = False,
-        reconnect: Callable[[], Collectives] | None = None,
     ):
         self.rank, self.world_size = rank, world_size = gathers.rank, gathers.world_size
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
@@ -95,7 +94,8 @@ class Collectives:
         self.model: Collectives | None = None
         self.slices: Collectives | None = None
         self.tensor_rank = 0
-        self._reconnect = reconnect
+        # Makes them again, see ``reconnected``. None in a group of some of the ranks.
+        self.reconnect: Callable[[], Collectives] | None = None
         self._experts: Collectives | None = None
 
     @property
@@ -190,9 +190,9 @@ class Collectives:
     def reconnected(self) -> Collectives:
         """Return collectives of the same ranks in host memory, over connections and counted in a log of their
         own. Their order relative to all others is free, so a thread may make them. A collective."""
-        if self._reconnect is None:
+        if self.reconnect is None:
             raise zero_ext_bug("a group of ranks has no connections that can be made again")
-        return self._reconnect()
+        return self.reconnect()
 
     @property
     def staging_bytes(self) -> int:

@@ -108,7 +108,7 @@ def make_collectives(
         _log.info("%s; gradients of %s are added %s", path.summary(), nodes.summary(), HOW_ADDED[added])
     gathers, reductions = made.with_device(host_gathers, host_reductions)
     recorder = FlightRecorder(rank, dist.PrefixStore("records", store))
-    return Collectives(
+    found = Collectives(
         gathers,
         reductions,
         TrafficStats(),
@@ -117,8 +117,9 @@ def make_collectives(
         ranks=ranks,
         reduction=added,
         in_one_order=path.kind == "backend",
-        reconnect=partial(make_collectives, group, timeout_seconds, ranks_per_node=ranks_per_node),
     )
+    found.reconnect = partial(make_collectives, group, timeout_seconds, ranks_per_node=ranks_per_node)
+    return found
 
 
 def _simulated(
@@ -132,7 +133,7 @@ def _simulated(
     backend each, as of any backend that has collectives of its own.
     """
     transport = _FakeBackendTransport(parent._get_backend(CPU), owns=False)
-    return Collectives(
+    found = Collectives(
         transport,
         transport,
         TrafficStats(),
@@ -140,8 +141,9 @@ def _simulated(
         ranks=ranks,
         reduction=reduction,
         in_one_order=path.device.type != "cpu",
-        reconnect=partial(_simulated, parent, ranks, TransferPath("fake", CPU), "rank_order", nodes),
     )
+    found.reconnect = partial(_simulated, parent, ranks, TransferPath("fake", CPU), "rank_order", nodes)
+    return found
 
 
 def _same_on_all_ranks(transport: Transport, value: int) -> bool:
@@ -172,9 +174,9 @@ def single_rank(ranks_per_node: int | None = None) -> Collectives:
     """Return the collectives of a single rank. Raises ``ValueError`` for a node of several."""
     nodes = NodeMap(0, 1, ranks_per_node or 1)
     own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    transports = _NoPeers(0, 1), _NoPeers(0, 1)
-    reconnect = partial(single_rank, ranks_per_node)
-    return Collectives(*transports, TrafficStats(), nodes, ranks=[own], reconnect=reconnect)
+    found = Collectives(_NoPeers(0, 1), _NoPeers(0, 1), TrafficStats(), nodes, ranks=[own])
+    found.reconnect = partial(single_rank, ranks_per_node)
+    return found
 
 
 class _FakeBackendTransport(DeviceTransport):

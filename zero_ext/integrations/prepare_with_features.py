@@ -112,7 +112,7 @@ def apply_chunked_loss(model: nn.Module, config: LossConfig) -> None:
             chunk_loss(each, config.chunk_tokens)
         except ValueError as error:
             where = f"module '{path}': " if path else ""
-            raise _refused(f"{where}{error}", "loss") from error
+            raise _refused(f"{where}Correct what is named here: {error}", "loss") from error
 
 
 def _is_staged(model: nn.Module) -> bool:
