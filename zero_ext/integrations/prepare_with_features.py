@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from torch import nn
 
 from zero_ext.config import ConfigError, LossConfig, SparseAttentionConfig, ZeroConfig, load_config
-from zero_ext.config.config_errors import Problem, show
+from zero_ext.config.config_errors import Problem, clause_of, show
 from zero_ext.zero.api.prepare import prepare as prepare_alone
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def apply_chunked_loss(model: nn.Module, config: LossConfig) -> None:
             chunk_loss(each, config.chunk_tokens)
         except ValueError as error:
             where = f"module '{path}': " if path else ""
-            raise _refused(f"{where}Correct what is named here: {error}", "loss") from error
+            problem = f"{where}{clause_of(error)}. Leave the section out otherwise."
+            raise _refused(problem, "loss") from error
 
 
 def _is_staged(model: nn.Module) -> bool:
