@@ -10,7 +10,7 @@ PARALLEL = "tests.features.parallel"
 ACTIVATIONS = "tests.features.activations"
 TRAINER = "tests.features.trainer"
 
-SEQUENCES = "sequence parallelism (cp, DeepSpeed-Ulysses)"
+SEQUENCES = "sequence parallelism (cp, DeepSpeed-Ulysses and ring attention)"
 ATTENTION = "block-sparse attention, and attention within packed documents"
 
 
@@ -259,6 +259,16 @@ def parallel_cases() -> list[Case]:
             {"lengths": lengths, "config": {"stage": stage, **clipped}},
         )
         for lengths, stage in (({"cp": 2}, 3), ({"pp": 2, "cp": 2}, 1))
+    ]
+    found += [
+        Case(
+            SEQUENCES,
+            f"cp {cp}, ring {ring}, packed documents, stage {stage}",
+            f"{PARALLEL}:rings",
+            4,
+            {"cp": cp, "ring": ring, "config": {"stage": stage, **clipped}},
+        )
+        for cp, ring, stage in ((4, 4, 3), (4, 2, 1), (2, 2, 2))
     ]
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from tests.parallel.sequence.test_ulysses import LENGTH, WIDTH, Attending
 from tests.parallel.tensor.test_tensor_parallel import Words, split
 from tests.parallel.training import SAMPLES, adamw, batches, loss_of
 from tests.zero.test_accelerator import Scale
-from zero_ext.parallel import make_mesh, sequence_attention
+from zero_ext.attention.tile_attention import KERNELS
+from zero_ext.parallel import make_mesh, ring_attention, sequence_attention, shard_batch
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
 from zero_ext.zero import engine_of
+
+RING_LENGTH, RING_WIDTH = 64, 32
 
 
 def pipeline(
@@ -127,3 +131,44 @@ def sequences(world: World, device: str, config: dict[str, Any], lengths: dict[s
         )
         losses.append(float(engine.train_batch(inputs, targets=targets)))
     return {"losses": losses, **on_host(zero_ext.full_state_dict(model))}
+
+
+class Rings(nn.Module):
+    """Two residual layers of ring attention, with heads of 16."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(RING_WIDTH, 3 * RING_WIDTH) for _ in range(2))
+        self.attention = attention
+
+    def forward(self, hidden: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        for project in self.projections:
+            query, key, value = (
+                each.unflatten(2, (-1, 16)).transpose(1, 2) for each in project(hidden).chunk(3, 2)
+            )
+            attended: torch.Tensor = self.attention(query, key, value, documents)
+            hidden = hidden + attended.transpose(1, 2).flatten(2)
+        return hidden
+
+
+def rings(world: World, device: str, config: dict[str, Any], cp: int, ring: int) -> Found:
+    """Ring attention to packed documents. All devices use the kernel of those that have no other."""
+    torch.manual_seed(world.seed)
+    mesh = make_mesh(cp=cp, device_type=device)
+    module = Rings(ring_attention(mesh, ring=ring, timeout_seconds=120.0)).to(device)
+    model, optimizer = zero_ext.prepare(module, adamw(module), config, process_group=mesh)
+    generator = torch.Generator().manual_seed(world.seed + mesh["dp"].get_local_rank())
+    losses, norms = [], []
+    for _ in range(2):
+        hidden = torch.randn(2, RING_LENGTH, RING_WIDTH, generator=generator)
+        bounds = torch.tensor([0, 7, 40, RING_LENGTH, 2 * RING_LENGTH])
+        batch = {"inputs_embeds": hidden, "cu_seq_lens_q": bounds}
+        shard = shard_batch(batch, mesh, ring=ring, packed=True)
+        with unittest.mock.patch.dict(KERNELS, clear=True):
+            loss = model(shard["inputs_embeds"].to(device), shard["cu_seq_lens_q"]).square().mean()
+            model.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        norms.append(engine_of(model).grad_norm)
+    return {"losses": losses, "norms": norms, **on_host(zero_ext.full_state_dict(model))}

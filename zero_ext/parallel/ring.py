@@ -170,9 +170,9 @@ def _backward(
             rows = tile.rows, slice(None), tile.queries
             inputs = gradient[rows], query[rows], *_keys(tile, keys, values), output[rows], logsumexp[rows]
             found = kernel.backward(*inputs, causal=tile.causal, scale=schedule.scale)
-            grad_query[rows] += found[0]
-            for total, each in zip(_keys(tile, *grad_rotated), found[1:], strict=True):
-                total += each
+            totals = grad_query[rows], *_keys(tile, *grad_rotated)
+            for total, each in zip(totals, found, strict=True):
+                total += each  # not by an index, which would copy the sum onto itself
         if arriving is not None:
             grad_rotated += arriving()
         arriving = exchange.rotate(grad_rotated, "gradients of keys and values of ring attention")
