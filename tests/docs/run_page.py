@@ -65,7 +65,10 @@ def numbers(line: str) -> list[float]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Variables under which ``python`` and ``zero-ext`` are those of this interpreter and checkout."""
+    """Variables under which ``python`` and ``zero-ext`` are those of this interpreter and checkout.
+
+    Other tests may start ranks meanwhile, so each start has a port of its own.
+    """
     programs = folder / ".bin"
     programs.mkdir()
     for name, arguments in {"python": "", "zero-ext": "-m zero_ext.cli"}.items():
@@ -73,4 +76,11 @@ def _environment(folder: Path) -> dict[str, str]:
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+        "PET_STANDALONE": "1",
+    }
