@@ -17,6 +17,7 @@ from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.full_parameters import named_values
 from zero_ext.zero.api.gathered import gathered
 from zero_ext.zero.api.zero_module import unwrapped
+from zero_ext.zero.units.parameter_marks import has_spread_experts
 
 
 @contextlib.contextmanager
@@ -26,7 +27,8 @@ def unsharded_for_generation(model: nn.Module, budget: str | int | None = None) 
     Inside, gradients are off. With all parameters in memory a forward pass is the plain module's: ranks need
     not make equally many, and `model.generate` ends on each rank by itself. Otherwise every forward pass
     gathers as in training, and `generate` of transformers goes on until all ranks are done, which it does
-    only if the model's ranks are all of the job.
+    only if the model's ranks are all of the job. So it does with experts that are spread over ranks:
+    every forward pass exchanges tokens.
 
     Args:
         model: what [`prepare`][zero_ext.prepare] returned.
@@ -52,7 +54,8 @@ def unsharded_for_generation(model: nn.Module, budget: str | int | None = None) 
         with torch.no_grad(), _in_step(model, 1 < engine.world_size == dist.get_world_size()):
             yield False
         return
-    with torch.no_grad(), gathered(model.parameters()), _in_step(model, False):
+    exchanges = has_spread_experts(model) and 1 < engine.world_size == dist.get_world_size()
+    with torch.no_grad(), gathered(model.parameters()), _in_step(model, exchanges):
         before, engine.hooks.paused = engine.hooks.paused, True
         try:
             yield True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from torch import nn
 
 from zero_ext.config import ConfigError, LossConfig, SparseAttentionConfig, ZeroConfig, load_config
-from zero_ext.config.config_errors import Problem, clause_of, show
+from zero_ext.config.config_errors import Problem, show
 from zero_ext.zero.api.prepare import prepare as prepare_alone
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def _completed(prepare: Callable[PrepareParameters, Prepared]) -> Callable[Prepa
         settings = bound.arguments["config"] = load_config(bound.arguments.get("config"))
         if settings.sparse_attention is not None:
             apply_sparse_attention(bound.arguments["model"], settings.sparse_attention)
+        remove_chunked_loss(bound.arguments["model"])
         if settings.loss is not None:
             apply_chunked_loss(bound.arguments["model"], settings.loss)
         if settings.monitor is None and settings.steps_per_print is None:
@@ -105,15 +106,22 @@ def apply_chunked_loss(model: nn.Module, config: LossConfig) -> None:
             "zero_ext.linear_cross_entropy in its forward, and leave the section out.",
             "loss",
         )
-    from zero_ext.integrations.transformers.chunked_loss import chunk_loss
+    from zero_ext.integrations.transformers.chunked_loss import chunk_loss, chunking_problem
 
     for path, each in found.items():
-        try:
-            chunk_loss(each, config.chunk_tokens)
-        except ValueError as error:
-            where = f"module '{path}': " if path else ""
-            problem = f"{where}{clause_of(error)}. Leave the section out otherwise."
-            raise _refused(problem, "loss") from error
+        if problem := chunking_problem(each, path):
+            raise _refused(problem, "loss")
+    for each in found.values():
+        chunk_loss(each, config.chunk_tokens)
+
+
+def remove_chunked_loss(model: nn.Module) -> None:
+    """Undo :func:`apply_chunked_loss`."""
+    # Without that module there is none of its losses.
+    chunked: Any = sys.modules.get("zero_ext.integrations.transformers.chunked_loss")
+    if chunked is not None and isinstance(model, nn.Module):
+        for each in model.modules():
+            chunked.unchunk_loss(each)
 
 
 def _is_staged(model: nn.Module) -> bool:

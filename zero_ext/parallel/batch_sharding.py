@@ -98,7 +98,8 @@ def shard_batch(
         labels = full["labels"]
         if shift_labels:
             if packed:
-                labels = mask_first_labels(labels, full["cu_seq_lens_q"])
+                attended = batch.get("attention_mask")
+                labels = mask_first_labels(labels, full["cu_seq_lens_q"], attended)
             labels = full["shift_labels"] = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
     if labels is not None:
         full["labels"] = labels
@@ -148,13 +149,19 @@ def _documents(full: dict[str, Any], tokens: torch.Tensor, padding_idx: int | No
     return {"cu_seq_lens_q": documents.to("cpu"), "attention_mask": None}
 
 
-def mask_first_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def mask_first_labels(
+    labels: torch.Tensor, cu_seqlens: torch.Tensor, attention_mask: torch.Tensor | None
+) -> torch.Tensor:
     """Return labels [batch, length] with -100 at the first token of each document.
 
-    Another document would predict them.
+    Another document would predict them. Padding is no document: its first token may be the end of one.
     """
+    starts = cu_seqlens[:-1].long().to(labels.device)
+    if attention_mask is not None:
+        attended = attention_mask.flatten().to(starts.device)[starts] != 0
+        starts = starts[attended | (starts % labels.shape[1] == 0)]
     labels = labels.clone(memory_format=torch.contiguous_format)
-    labels.view(-1)[cu_seqlens[:-1].long().to(labels.device)] = _IGNORED
+    labels.view(-1)[starts] = _IGNORED
     return labels
 
 

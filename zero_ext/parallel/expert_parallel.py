@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.parallel.experts import through_experts
 from zero_ext.parallel.tensor.tp_styles import ParameterSplit, local_parameters, split_parameter
-from zero_ext.zero.units.parameter_marks import expert_ranks, mark_expert
+from zero_ext.zero.units.parameter_marks import expert_ranks, has_marked_experts, mark_experts_of
 from zero_ext.zero.units.presharded import presharded_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -114,13 +114,15 @@ def _problem_of(module: nn.Module, ranks: int) -> str | None:
             "expected experts that transformers calls with tokens, indices and weights, got a forward "
             f"{kind}. Leave apply_expert_parallel out: ZeRO shards these experts over all ranks."
         )
-    if any(expert_ranks(each) for each in parameters.values()):
+    if has_marked_experts(module) or any(map(expert_ranks, parameters.values())):
         return "expected experts on all ranks, got some that are spread already. Call this function once."
     if count % ranks:
         return (
             f"expected a multiple of ep ({ranks}), got {count} experts. Set 'ep' to a divisor of {count} in "
             "make_mesh."
         )
+    if getattr(module.forward, "__self__", None) is not module:
+        return "expected a forward that is a method, got another one. Call apply_expert_parallel before."
     shared = [name for name, each in parameters.items() if "." in name or each.shape[0] != count]
     if shared or getattr(module, "num_experts", count) != count:
         return (
@@ -141,16 +143,17 @@ def _spread(module: Any, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
     count, ranks = module.num_experts, dist.get_process_group_ranks(group)
     for name in list(module._parameters):
         split_parameter(module, name, mesh, ParameterSplit(0, 1))
-        mark_expert(module._parameters[name], ranks)
+    mark_experts_of(module, ranks)
     module.num_experts = count // len(ranks)
-    forward, signature = module.forward, inspect.signature(module.forward)
+    forward, signature = module.forward.__func__, inspect.signature(module.forward)
 
-    def exchanging(_: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    # A method, so that a copy of the module calls the copy's experts.
+    def exchanging(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         hidden, chosen, weights = signature.bind(*args, **kwargs).args
 
         def own_experts(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-            with local_parameters(module):
-                return _call_sorted(forward, rows, counts)
+            with local_parameters(self):
+                return _call_sorted(MethodType(forward, self), rows, counts)
 
         flat = chosen.reshape(-1)
         order = torch.argsort(flat, stable=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from tests.integrations.transformers.models import (
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.training import mesh_of
-from zero_ext.integrations.transformers import ZeroTrainer
+from zero_ext.integrations.transformers import ZeroTrainer, chunked_loss
 from zero_ext.integrations.transformers.chunked_loss import chunk_loss
 
 ROWS, CHUNK = 2, 5
@@ -180,6 +181,42 @@ def test_a_failed_call_leaves_the_model_as_it_was() -> None:
     assert torch.is_tensor(model(words).logits)
     assert model.loss_function.__name__ == "ForCausalLMLoss"
     assert model(words, labels=words).loss > 0
+
+
+def test_a_call_that_an_interruption_ends_leaves_the_model_as_it_was() -> None:
+    model, words = llama(0).train(), torch.arange(3, 15)[None]
+    chunk_loss(model)
+    with (
+        mock.patch.object(chunked_loss, "linear_cross_entropy", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model(words, labels=words)
+    assert torch.is_tensor(model.eval()(words, labels=words).logits)
+    assert model.train()(words, labels=words).loss > 0
+
+
+def test_shifted_labels_may_be_flat() -> None:
+    model, words = llama(0).train(), torch.arange(3, 27).view(2, -1)
+    inputs = {"labels": words, "shift_labels": words.roll(-1, 1).flatten()}
+    expected = model(words, **inputs).loss
+    chunk_loss(model)
+    torch.testing.assert_close(model(words, **inputs).loss, expected)
+
+
+def test_the_loss_follows_the_last_configuration() -> None:
+    model, words = llama(0).train(), torch.arange(3, 15)[None]
+    for section in ({"chunk_tokens": 5}, {}):
+        zero_ext.prepare(model, None, {"loss": section})
+        assert not torch.is_tensor(model(words, labels=words).logits)
+    zero_ext.prepare(model, None, {})
+    assert torch.is_tensor(model(words, labels=words).logits)
+
+
+def test_a_refused_model_leaves_others_as_they_were() -> None:
+    both, words = nn.ModuleDict({"first": llama(0).train(), "second": bert(0)}), torch.arange(3, 15)[None]
+    with pytest.raises(zero_ext.ConfigError, match=r"loss: module 'second' \(Bert\w*\): head: "):
+        zero_ext.prepare(both, None, {"loss": {}})
+    assert torch.is_tensor(both["first"](words, labels=words).logits)
 
 
 def with_head(head: nn.Module) -> Any:

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GemmaConfig,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    SiglipVisionConfig,
+)
 
 from tests.integrations.transformers.beside_one_process import assert_steps_as_alone
 from tests.integrations.transformers.models import VOCABULARY, enter, gpt2, llama
@@ -246,6 +253,21 @@ def test_shifted_labels_cross_no_documents(world: World) -> None:
     loss = model(words, attention_mask=mask, labels=ends, shift_labels=ends).loss
     scores = llama(world.seed)(words[:, :40]).logits[0, 39:]
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(scores, torch.tensor([2])))
+    loss = model(words, attention_mask=mask, labels=ends.roll(1, 1)).loss
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(scores, torch.tensor([2])))
+
+
+def test_a_prefix_that_is_seen_in_full_is_refused() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = GemmaConfig(**sizes, num_key_value_heads=1, head_dim=16, vocab_size=50)
+    sizes["num_hidden_layers"] = 1
+    vision = SiglipVisionConfig(**sizes, image_size=16, patch_size=8, projection_dim=32)
+    config = PaliGemmaConfig(vision_config=vision, text_config=text, image_token_id=49, projection_dim=32)
+    model, words = PaliGemmaForConditionalGeneration(config).train(), torch.arange(5, 15)[None]
+    apply_document_attention(model)
+    types = (torch.arange(10) >= 4).long()[None]
+    with pytest.raises(ValueError, match="got one that the model has changed"):
+        model(words, token_type_ids=types, labels=words)
 
 
 @on_ranks(1)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_ext
 from tests.integrations.transformers.mixtures import (
     FAMILIES,
+    VOCABULARY,
     batches,
     losses_alone,
     mixture_of,
@@ -160,6 +161,47 @@ def test_a_rank_has_its_own_experts_alone(world: World) -> None:
         full = made.get_parameter(name)
         chunk = full.chunk(2)[mesh["ep"].get_local_rank()] if ".experts." in name else full
         assert torch.equal(local_tensor(parameter), chunk), name
+
+
+@on_ranks(4)
+def test_copies_and_other_dtypes_have_experts_of_their_own(world: World) -> None:
+    enter(world)
+    made, words = mixture_of("mixtral", world.seed), batches(world.seed, world.size, STEPS)
+    original = apply_expert_parallel(copy.deepcopy(made), mesh_of(2))
+    model = copy.deepcopy(original)
+    with torch.no_grad():
+        for layer in original.model.layers:
+            for parameter in layer.mlp.experts.parameters():
+                local_tensor(parameter).zero_()
+    expected = losses_alone(made, words)
+    model = model.double().float()
+    model, optimizer = zero_ext.prepare(model, optimizer_of(model), {"stage": 3}, process_group=mesh_of(2))
+    for each, wanted in zip(words, expected, strict=True):
+        own = each[world.rank, None]
+        loss = model(input_ids=own, labels=own).loss
+        model.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = sum(world.everyone(float(loss.detach()))) / world.size
+        assert mean == pytest.approx(wanted, rel=1e-5), world.seed
+    assert_values(zero_ext.full_state_dict(model), made.state_dict())
+
+
+@on_ranks(4)
+def test_ranks_generate_in_step_where_experts_are_spread(world: World) -> None:
+    """One rank ends after its first word. The others would wait for it in an exchange of tokens."""
+    enter(world)
+    made = mixture_of("mixtral", world.seed)
+    words = torch.tensor([[3 + world.rank, 5]])
+    first = int(made(input_ids=words).logits[0, -1].argmax())
+    ends = first if world.rank == 0 else VOCABULARY + 1
+    expected = made.generate(words, max_new_tokens=5, do_sample=False, eos_token_id=ends)
+    for stage in (1, 3):
+        model = apply_expert_parallel(copy.deepcopy(made), mesh_of(2))
+        model, _ = zero_ext.prepare(model, optimizer_of(model), {"stage": stage}, process_group=mesh_of(2))
+        with zero_ext.unsharded_for_generation(model):
+            found = model.generate(words, max_new_tokens=5, do_sample=False, eos_token_id=ends)
+        assert torch.equal(found[:, : expected.shape[1]], expected)
 
 
 @on_ranks(4)

@@ -220,6 +220,10 @@ def test_shifted_labels_cross_no_documents(world: World) -> None:
     assert torch.equal(torch.cat([each["shift_labels"] for each in shards], 1), wanted)
     assert torch.equal(torch.cat([each["labels"] for each in shards], 1), wanted)
     assert float(shards[0]["num_items_in_batch"]) == 14 / 4
+    del batch["shift_labels"]
+    shards = world.everyone(shard_batch({**batch, "labels": labels.roll(1, 1)}, mesh, packed=True))
+    wanted[0, 15] = -100  # the last token of the row has no next one
+    assert torch.equal(torch.cat([each["shift_labels"] for each in shards], 1), wanted)
     assert bool((labels >= 0).all())
 
 

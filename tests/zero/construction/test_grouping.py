@@ -30,6 +30,21 @@ class Expert(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, size), nn.Linear(size, WIDTH)
 
 
+class Layer(Expert):
+    """With a norm, as layers of a stack have."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.norm = nn.LayerNorm(WIDTH)
+
+
+def stack() -> nn.Module:
+    """As many layers as classes of the head next to them."""
+    found = Mixture(linear())
+    found.experts = nn.ModuleList(Layer(WIDTH) for _ in range(COUNT))
+    return found
+
+
 def linear(rows: int = COUNT) -> nn.Linear:
     """A router with as many outputs."""
     return nn.Linear(WIDTH, rows, bias=False)
@@ -48,6 +63,8 @@ MIXTURES = {
     "parameter": (Mixture(nn.Parameter(linear().weight)), {"mixture"}),
     "a router to others": (Mixture(linear(COUNT + 1)), ENTRIES),
     "an embedding with a row per entry": (Mixture(nn.Embedding(COUNT, WIDTH)), ENTRIES),
+    "layers with norms": (stack(), ENTRIES),
+    "a router of other inputs": (Mixture(nn.Linear(WIDTH + 1, COUNT)), ENTRIES),
     "experts of several sizes": (Mixture(linear(), (4, 5, 6)), ENTRIES),
 }
 

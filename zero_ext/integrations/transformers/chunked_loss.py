@@ -33,18 +33,35 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: ChunkTokens = "auto") -> No
     Raises:
         ValueError: the model's loss or head is another one. Nothing was changed.
     """
+    if problem := chunking_problem(model):
+        raise ValueError(problem)
     head = model.get_output_embeddings()
-    if problem := _problem(model, head):
-        raise ValueError(f"{type(model).__name__}: {problem}")
-    for hook in model._forward_pre_hooks.values():
-        present = getattr(hook, "__self__", None)
-        if isinstance(present, _LossHooks):
-            present.chunk_tokens = chunk_tokens
-            return
+    unchunk_loss(model)
     path = next(name for name, module in model.named_modules() if module is head)
     hooks = _LossHooks(path, chunk_tokens, list(inspect.signature(model.forward).parameters))
     model.register_forward_pre_hook(hooks.before, with_kwargs=True)
     model.register_forward_hook(hooks.after, always_call=True)
+
+
+def unchunk_loss(model: nn.Module) -> None:
+    """Undo :func:`chunk_loss` in ``model``, if it was called."""
+    hooks: Any
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key in [key for key, hook in hooks.items() if _is_of_loss(hook)]:
+            del hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+            model._forward_hooks_always_called.pop(key, None)
+
+
+def _is_of_loss(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), _LossHooks)
+
+
+def chunking_problem(model: PreTrainedModel, path: str = "") -> str | None:
+    """Return why :func:`chunk_loss` refuses ``model``, the module ``path`` of another one, or None."""
+    problem = _problem(model, model.get_output_embeddings())
+    where = f"module '{path}' ({type(model).__name__})" if path else type(model).__name__
+    return problem and f"{where}: {problem}"
 
 
 def _problem(model: PreTrainedModel, head: Any) -> str | None:
@@ -191,6 +208,7 @@ class _LossHooks:
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put a call that only records its input in the head's place."""
+        self._restore(model)  # after a call that an interruption has ended, without the hook behind it
         inputs = dict(zip(self._parameters, args, strict=False)) | kwargs
         if not model.training or inputs.get("labels") is None:
             return
@@ -206,19 +224,24 @@ class _LossHooks:
 
     def after(self, model: Any, args: tuple[Any, ...], outputs: Any) -> None:
         """Restore the model, also after an error, where ``outputs`` is None."""
+        call = self._restore(model)
+        if call is not None and outputs is not None and not call.loss_computed:
+            raise RuntimeError(
+                f"{type(model).__name__}: expected a forward that calls loss_function with labels, got one "
+                "that does not. Remove the section 'loss'."
+            )
+
+    def _restore(self, model: Any) -> _HeadCall | None:
+        """Restore the head and the loss, and return the call that had replaced them."""
         if self._running is None:
-            return
+            return None
         (call, own), self._running = self._running, None
         parent, name = self._parent(model)
         vars(parent).pop(name)
         vars(model).pop("_loss_function")
         vars(model).update(own)
         call.hidden = None
-        if outputs is not None and not call.loss_computed:
-            raise RuntimeError(
-                f"{type(model).__name__}: expected a forward that calls loss_function with labels, got one "
-                "that does not. Remove the section 'loss'."
-            )
+        return call
 
     def _parent(self, model: nn.Module) -> tuple[nn.Module, str]:
         path, _, name = self._path.rpartition(".")
@@ -250,12 +273,15 @@ def _loss_of(call: _HeadCall, chunk_tokens: ChunkTokens) -> Callable[..., Tensor
                 f"vocab_size: expected the {weight.shape[0]} words of the head, got {vocab_size}. Resize the "
                 "head or remove the section 'loss'."
             )
+        targets = (labels if shift_labels is None else shift_labels).to(hidden.device)
+        if shift_labels is not None and targets.numel() == hidden.shape[:-1].numel():
+            targets = targets.reshape(hidden.shape[:-1])  # flat, as ForCausalLMLoss accepts them
         # The cap of linear_cross_entropy divides by itself inside of tanh.
         scale = logits.scale * (logits.softcap or 1.0)
         found = linear_cross_entropy(
             hidden if scale == 1 else hidden * scale,
             weight,
-            (labels if shift_labels is None else shift_labels).to(hidden.device),
+            targets,
             bias if bias is None or scale == 1 else bias * scale,
             chunk_tokens=chunk_tokens,
             ignore_index=ignore_index,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_ext.attention import SparseSelfAttention, document_attention, documents_from_positions
@@ -133,7 +134,7 @@ def _add_documents(
     if inputs.get("shift_labels") is not None:
         inputs["shift_labels"] = mask_last_labels(inputs["shift_labels"], documents, mask)
     elif labels is not None and predicts_next:
-        inputs["labels"] = mask_first_labels(labels, documents)
+        inputs["labels"] = mask_first_labels(labels, documents, mask)
     return (), inputs
 
 
@@ -222,10 +223,31 @@ def checked_documents(
     return documents
 
 
-def _mask(*_: Any, **more: Any) -> torch.Tensor | None:
+_MASKS = ("causal_mask_function", "bidirectional_mask_function", "packed_sequence_mask_function")
+_COMBINATIONS = ("and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function")
+
+
+def _mask(
+    *_: Any, mask_function: Callable[..., Any] = causal_mask_function, **more: Any
+) -> torch.Tensor | None:
     """Return no mask: documents say what is attended to. One that a model has nevertheless is refused."""
+    if not _follows_documents(mask_function):
+        raise ValueError(
+            "attention mask: expected a causal or bidirectional one, got one that the model has changed (a "
+            "window, or a prefix that is seen in full). Use inputs without it, or another attention."
+        )
     mask: torch.Tensor | None = more.get("attention_mask")
     return mask
+
+
+def _follows_documents(mask_function: Any) -> bool:
+    """Return whether it is causal or bidirectional within documents, as functions of transformers' names."""
+    name = getattr(mask_function, "__qualname__", "").partition(".")[0]
+    if name in _MASKS or name not in _COMBINATIONS:
+        return name in _MASKS
+    contents = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+    inner = [each for many in contents for each in (many if isinstance(many, tuple) else (many,))]
+    return all(_follows_documents(each) for each in inner if callable(each))
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)

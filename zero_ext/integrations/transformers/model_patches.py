@@ -16,6 +16,7 @@ from zero_ext.config import ActivationCheckpointingConfig
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.api.engine_lookup import MODULE_ATTRIBUTE, engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict
+from zero_ext.zero.units.parameter_marks import has_spread_experts
 
 # generate(), layer dropping and Seq2SeqTrainer keep the ranks of a model in step that carries this name.
 RANKS_IN_STEP = "_is_fsdp_managed_module"
@@ -36,7 +37,7 @@ def mark_prepared(model: nn.Module, optimizer: Any) -> None:
         if each is not None:
             setattr(each, _LEFT_ALONE, True)
     engine = engine_of(model)
-    if engine.config.stage == 3 and engine.world_size > 1:
+    if engine.world_size > 1 and (engine.config.stage == 3 or has_spread_experts(model)):
         for module in modules_that_ask(model):
             setattr(module, RANKS_IN_STEP, True)
     bind_methods(model)
@@ -135,8 +136,8 @@ def _save_full(model: nn.Module, name: str, plain: Any, folder: Any, *args: Any,
 def _generate_in_step(model: nn.Module, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate until all ranks are done, also where the caller asks for no such thing: a rank that ends early
     would leave the others in a gather. Inside ``gathered`` and the like nothing is gathered."""
-    engine = engine_of(model)
-    if vars(model).get(RANKS_IN_STEP) and not engine.prefetcher.borrowers:
+    waits = has_spread_experts(model) or not engine_of(model).prefetcher.borrowers
+    if vars(model).get(RANKS_IN_STEP) and waits:
         kwargs = {**kwargs, "synced_gpus": True}
     return plain(*args, **kwargs)
 

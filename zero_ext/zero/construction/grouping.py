@@ -21,7 +21,7 @@ from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.units.dtensor_local import is_split, local_tensor
 from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec, memory_order
-from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed, tie_of
+from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed, restore_expert_marks, tie_of
 from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.rank_groups import sum_over_model
 from zero_ext.zero.unshard.hook_installation import looks_up
@@ -66,7 +66,8 @@ class UnitPlan:
 
 def owned_parameters(model: nn.Module, precision: str) -> list[OwnedParameter]:
     """Return all parameters in registration order, tied ones once, with the dtype they will have, and the
-    strides that presharded ones had before they were sharded."""
+    strides that presharded ones had before they were sharded. Marks of experts are restored."""
+    restore_expert_marks(model)
     found_owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -173,18 +174,28 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
 
 
 def _has_listed_experts(module: nn.Module) -> bool:
-    """Return whether ``module`` has a list of modules with equal parameters and a router to them: a matrix of
-    its own, or of a module right inside, with a row per entry. An embedding is no router."""
+    """Return whether ``module`` has a list of experts and a router to them: a matrix of its own, or of a
+    module right inside, with a row per entry and as wide as their inputs. An embedding is no router. Experts
+    have equal parameters and, other than the layers of a stack, no norms."""
     children = list(module.children())
     owners = [each for each in (module, *children) if not isinstance(each, nn.Embedding)]
     matrices = [each for owner in owners for each in owner.parameters(recurse=False)]
-    rows = {matrix.shape[0] for matrix in matrices if matrix.dim() == 2}
+    routers = {tuple(matrix.shape) for matrix in matrices if matrix.dim() == 2}
     for child in children:
         entries = list(child.children()) if isinstance(child, nn.ModuleList | nn.ModuleDict) else []
         shapes = {tuple((name, p.shape) for name, p in entry.named_parameters()) for entry in entries}
-        if len(entries) > 1 and len(entries) in rows and len(shapes) == 1 and shapes != {()}:
+        if len(entries) < 2 or len(shapes) > 1 or not _has_matrices_alone(entries[0]):
+            continue
+        widths = next(each.shape for each in entries[0].parameters() if each.dim() >= 2)
+        if any((len(entries), width) in routers for width in widths):
             return True
     return False
+
+
+def _has_matrices_alone(module: nn.Module) -> bool:
+    """Return whether all modules with parameters inside have a matrix. A norm has none."""
+    owners = [list(each.parameters(recurse=False)) for each in module.modules()]
+    return any(owners) and all(any(p.dim() >= 2 for p in own) for own in owners if own)
 
 
 def _has_named_inside(prefix: str, module: nn.Module, names: set[str]) -> bool:

@@ -26,6 +26,29 @@ def expert_ranks(parameter: nn.Parameter) -> tuple[int, ...]:
     return getattr(parameter, _EXPERT, ())
 
 
+def mark_experts_of(module: nn.Module, ranks: Sequence[int]) -> None:
+    """Mark the parameters that ``module`` itself has, see :func:`mark_expert`. The module is marked, too."""
+    setattr(module, _EXPERT, tuple(ranks))
+    restore_expert_marks(module)
+
+
+def has_marked_experts(module: nn.Module) -> bool:
+    """Return whether :func:`mark_experts_of` has marked ``module``."""
+    return _EXPERT in vars(module)
+
+
+def restore_expert_marks(model: nn.Module) -> None:
+    """Mark again what has replaced the parameters of marked modules: a copy, or ``Module.to``."""
+    for module in filter(has_marked_experts, model.modules()):
+        for parameter in module.parameters(recurse=False):
+            mark_expert(parameter, getattr(module, _EXPERT))
+
+
+def has_spread_experts(model: nn.Module) -> bool:
+    """Return whether ranks have different experts, so that every forward pass is a collective of theirs."""
+    return any(map(expert_ranks, model.parameters()))
+
+
 def mean_over_senders(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return ``gradient`` as autograd computes it, divided by the number of ranks for an expert's parameter.
     An expert's gradient is the sum over the losses of all ranks that send samples to it."""
