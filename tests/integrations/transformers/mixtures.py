@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.multi.rank import World
+
 VOCABULARY, EXPERTS, LENGTH = 48, 8, 6
 WORDS_OF_A_RANK = 2  # few, so that they reach few experts
 # Each configuration takes what it knows of these.
@@ -62,7 +64,7 @@ LISTED = ("listed", "listed_without_blocks")
 
 
 class _ListedMixture(nn.Module):
-    """Experts in a list, of which a forward calls those that its tokens are routed to."""
+    """Experts in a list. A forward calls those that its tokens are routed to."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -166,4 +168,17 @@ def losses_alone(model: nn.Module, words: list[torch.Tensor], clip: float = floa
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
+    return losses
+
+
+def mean_losses(world: World, model: Any, optimizer: Any, words: list[torch.Tensor]) -> list[float]:
+    """Of a step of a prepared model for each batch, the mean of the ranks' losses of their own samples."""
+    losses = []
+    for each in words:
+        own = each[world.rank, None]
+        loss = model(input_ids=own, labels=own).loss
+        model.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(world.everyone(float(loss.detach()))) / world.size)
     return losses

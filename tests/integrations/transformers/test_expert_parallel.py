@@ -18,6 +18,7 @@ from tests.integrations.transformers.mixtures import (
     VOCABULARY,
     batches,
     losses_alone,
+    mean_losses,
     mixture_of,
     optimizer_of,
     reached_experts,
@@ -29,7 +30,7 @@ from zero_ext.parallel import apply_expert_parallel, make_mesh
 from zero_ext.zero.units.dtensor_local import is_distributed, local_tensor
 
 STEPS, CLIP = 3, 0.5
-# Llama 4 calls its experts with the rows of all of them, most of which are zero.
+# Llama 4 calls its experts with the rows of all of them. Most rows are zero.
 SPREAD = [family for family in FAMILIES if family != "llama4"]
 # Each stage with another number of ranks along "ep".
 CASES = [(1, 4), (2, 2), (3, 4), (3, 2), (3, 1)]
@@ -47,15 +48,7 @@ def steps_of(
     """A prepared copy of a model after a step for each batch, and the means of the ranks' losses."""
     model = apply_expert_parallel(copy.deepcopy(made), mesh)
     model, optimizer = zero_ext.prepare(model, optimizer_of(model), config, process_group=mesh)
-    losses = []
-    for each in words:
-        own = each[world.rank, None]
-        loss = model(input_ids=own, labels=own).loss
-        model.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sum(world.everyone(float(loss.detach()))) / world.size)
-    return model, losses
+    return model, mean_losses(world, model, optimizer, words)
 
 
 def assert_values(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -176,14 +169,8 @@ def test_copies_and_other_dtypes_have_experts_of_their_own(world: World) -> None
     expected = losses_alone(made, words)
     model = model.double().float()
     model, optimizer = zero_ext.prepare(model, optimizer_of(model), {"stage": 3}, process_group=mesh_of(2))
-    for each, wanted in zip(words, expected, strict=True):
-        own = each[world.rank, None]
-        loss = model(input_ids=own, labels=own).loss
-        model.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = sum(world.everyone(float(loss.detach()))) / world.size
-        assert mean == pytest.approx(wanted, rel=1e-5), world.seed
+    losses = mean_losses(world, model, optimizer, words)
+    assert losses == pytest.approx(expected, rel=1e-5), world.seed
     assert_values(zero_ext.full_state_dict(model), made.state_dict())
 
 

@@ -13,6 +13,7 @@ from tests.integrations.transformers.mixtures import (
     LISTED,
     batches,
     losses_alone,
+    mean_losses,
     mixture_of,
     optimizer_of,
     reached_experts,
@@ -42,13 +43,8 @@ def test_ranks_that_route_differently_train_as_one_process(world: World, family:
         model, optimizer = zero_ext.prepare(
             model, optimizer_of(model), {"stage": stage}, process_group=world.group
         )
-        for each, one in zip(words, expected, strict=True):
-            own = each[world.rank, None]
-            loss = model(input_ids=own, labels=own).loss
-            model.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            mean = sum(world.everyone(float(loss.detach()))) / world.size
+        losses = mean_losses(world, model, optimizer, words)
+        for mean, one in zip(losses, expected, strict=True):
             assert abs(mean - one) <= 1e-5 * abs(one), f"stage {stage}, seed {world.seed}"
         full = zero_ext.full_state_dict(model)
         for name, value in alone.state_dict().items():

@@ -243,7 +243,7 @@ def _mask(
 def _follows_documents(mask_function: Any) -> bool:
     """Return whether it is causal or bidirectional within documents, as functions of transformers' names."""
     name = getattr(mask_function, "__qualname__", "").partition(".")[0]
-    if name in _MASKS or name not in _COMBINATIONS:
+    if name not in _COMBINATIONS:
         return name in _MASKS
     contents = [cell.cell_contents for cell in mask_function.__closure__ or ()]
     inner = [each for many in contents for each in (many if isinstance(many, tuple) else (many,))]
