@@ -50,11 +50,12 @@ def unsharded_for_generation(model: nn.Module, budget: str | int | None = None) 
     engine, limit = engine_of(model), _bytes_of(budget)
     sharded = [unit for unit in engine.units if unit.placement.params]
     fits = limit is None or sum(unit.layout.nbytes for unit in sharded) <= limit
+    spans_job = 1 < engine.world_size == dist.get_world_size()  # generate waits for all ranks of it
     if not fits:
-        with torch.no_grad(), _in_step(model, 1 < engine.world_size == dist.get_world_size()):
+        with torch.no_grad(), _in_step(model, spans_job):
             yield False
         return
-    exchanges = has_spread_experts(model) and 1 < engine.world_size == dist.get_world_size()
+    exchanges = spans_job and has_spread_experts(model)
     with torch.no_grad(), gathered(model.parameters()), _in_step(model, exchanges):
         before, engine.hooks.paused = engine.hooks.paused, True
         try:
