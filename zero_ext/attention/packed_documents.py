@@ -185,6 +185,21 @@ def previous_attended(attended: torch.Tensor) -> torch.Tensor:
     return F.pad(last, (1, 0), value=-1)[:, :-1]
 
 
+def is_discontinuous(position_ids: torch.Tensor, attended: torch.Tensor) -> bool:
+    """Return whether positions of a row are not those of one sequence.
+
+    Positions of one sequence increase by 1 per attended token, or per token. Those of padding mean nothing.
+
+    Args:
+        position_ids: integers [batch, length].
+        attended: bool [batch, length]; False for padding.
+    """
+    before = previous_attended(attended)
+    step = position_ids - position_ids.gather(1, before.clamp(min=0))
+    distance = torch.arange(attended.shape[1], device=attended.device) - before
+    return bool((attended & (before >= 0) & (step != 1) & (step != distance)).any())
+
+
 def restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Return the tokens at which positions begin anew, as those of packed rows do.
 
@@ -254,8 +269,9 @@ def documents_from_positions(
         continued &= changes & attended & (before >= 0)
         if bool(continued.any()) or bool((torch.bincount(document[runs.flatten()]) > 1).any()):
             raise ValueError(
-                "attention_mask: expected padding at the start or end of a document, got some inside of one. "
-                "Move the padding."
+                "attention_mask: expected padding at the start or end of a document, got some inside of one, "
+                "after which position_ids continue. Begin them at 0 with each document, or move the padding "
+                "to an end of the row."
             )
         begins |= changes
     starts = begins.flatten().nonzero().flatten()

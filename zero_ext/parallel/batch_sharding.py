@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from zero_ext.attention.packed_documents import (
     documents_from_positions,
+    is_discontinuous,
     positions_in_documents,
     row_groups,
 )
@@ -84,7 +85,7 @@ def shard_batch(
         full["position_ids"] = _positions(tokens, padding_idx, documents)
     _check_shapes(full, tokens)
     if not packed:
-        _refuse_packed(full, padding_idx)
+        _refuse_packed(full, tokens, padding_idx)
     if packed or ring > 1:
         full |= _documents(full, tokens, padding_idx)
         if size > 1:
@@ -205,13 +206,15 @@ def _check_shapes(full: Mapping[str, Any], tokens: torch.Tensor) -> None:
         )
 
 
-def _refuse_packed(full: Mapping[str, Any], padding_idx: int | None) -> None:
-    positions, mask = full["position_ids"], full.get("attention_mask")
-    length = positions.shape[1]
-    begun = positions.diff() != 1
+def _refuse_packed(full: Mapping[str, Any], tokens: torch.Tensor, padding_idx: int | None) -> None:
+    batch, length = tokens.shape[:2]
+    positions, mask = full["position_ids"].expand(batch, length), full.get("attention_mask")
+    if mask is not None and mask.ndim == 4:
+        return
+    attended = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.bool()
     if padding_idx is not None:
-        begun &= (positions != padding_idx)[:, 1:] & (positions != padding_idx)[:, :-1]
-    if (mask is None or mask.ndim != 4) and bool(begun.any()):
+        attended = attended & (positions != padding_idx)
+    if is_discontinuous(positions, attended):
         raise ValueError(
             "'position_ids': expected ones that increase by 1, got others, as of several sequences in one "
             "row. For those, pass packed=True, or an attention_mask "

@@ -34,7 +34,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.training import mesh_of
 from zero_ext.integrations.transformers import ZeroTrainer, chunked_loss
-from zero_ext.integrations.transformers.chunked_loss import chunk_loss
+from zero_ext.integrations.transformers.chunked_loss import chunk_loss, hooks_of_loss
 
 ROWS, CHUNK = 2, 5
 
@@ -217,6 +217,19 @@ def test_a_refused_model_leaves_others_as_they_were() -> None:
     with pytest.raises(zero_ext.ConfigError, match=r"loss: module 'second' \(Bert\w*\): head: "):
         zero_ext.prepare(both, None, {"loss": {}})
     assert torch.is_tensor(both["first"](words, labels=words).logits)
+
+
+@pytest.mark.parametrize("before", [None, 5])
+@pytest.mark.parametrize("section", [{}, {"loss": {"chunk_tokens": 7}}])
+def test_a_refused_preparation_leaves_the_loss_as_it_was(before: int | None, section: dict[str, Any]) -> None:
+    model, words = llama(0).train(), torch.arange(3, 15)[None]
+    zero_ext.prepare(model, None, {} if before is None else {"loss": {"chunk_tokens": before}})
+    foreign = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match="optimizer"):
+        zero_ext.prepare(model, foreign, section)
+    assert torch.is_tensor(model(words, labels=words).logits) == (before is None)
+    hooks = hooks_of_loss(model)
+    assert (None if hooks is None else hooks.chunk_tokens) == before
 
 
 def with_head(head: nn.Module) -> Any:

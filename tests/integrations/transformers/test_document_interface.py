@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import unittest.mock
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -55,7 +57,21 @@ def mixtral(seed: int) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-POSITIONS: dict[str, Any] = {**KINDS, "opt": opt, "roberta": partial(masked, "roberta", pad_token_id=1)}
+def biogpt(seed: int) -> Any:
+    """It makes a mask of ones where it gets none."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop"), 0.0)
+    fixed = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("biogpt", **fixed, **sizes, **dropout))
+
+
+POSITIONS: dict[str, Any] = {
+    **KINDS,
+    "opt": opt,
+    "biogpt": biogpt,
+    "roberta": partial(masked, "roberta", pad_token_id=1),
+}
 
 
 def packed_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -209,7 +225,7 @@ def test_documents_among_the_inputs_and_rows_with_padding(world: World) -> None:
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "roberta"])
+@pytest.mark.parametrize("kind", ["biogpt", "gpt2", "llama", "opt", "roberta"])
 def test_documents_without_positions(world: World, kind: str) -> None:
     """Positions count from the start of each document, behind that of padding where a model has one."""
     enter(world)
@@ -226,7 +242,7 @@ def test_documents_without_positions(world: World, kind: str) -> None:
 def test_padding_on_the_left(world: World) -> None:
     """OPT counts positions from the mask, others do not."""
     enter(world)
-    for make in (POSITIONS["opt"], llama):
+    for make in (POSITIONS["opt"], biogpt, llama):
         model, reference = make(world.seed), make(world.seed)
         apply_document_attention(model)
         words = packed_batch(torch.Generator().manual_seed(world.seed))["input_ids"]
@@ -255,6 +271,26 @@ def test_shifted_labels_cross_no_documents(world: World) -> None:
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(scores, torch.tensor([2])))
     loss = model(words, attention_mask=mask, labels=ends.roll(1, 1)).loss
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(scores, torch.tensor([2])))
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("adapted_first", [False, True])
+def test_adapters_attend_within_documents(world: World, adapted_first: bool) -> None:
+    """They call the forward of the model, past its hooks."""
+    enter(world)
+    batch, model = packed_batch(torch.Generator().manual_seed(world.seed)), llama(world.seed)
+    if not adapted_first:
+        apply_document_attention(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    if adapted_first:
+        apply_document_attention(adapted)
+    # Adapters change nothing as long as they are not trained.
+    torch.testing.assert_close(adapted(**batch).loss, loss_of_documents(llama(world.seed), batch))
+    copied = copy.deepcopy(adapted)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(copied(**batch).loss, loss_of_documents(llama(world.seed), batch))
 
 
 def test_a_prefix_that_is_seen_in_full_is_refused() -> None:
@@ -333,6 +369,7 @@ def test_refusals(world: World) -> None:
         (sparse, "expected dense attention, got a sparse layout"),
         (mistral(world.seed), "expected full attention in all layers"),
         (gpt2(world.seed, add_cross_attention=True), "it has cross-attention"),
+        (torch.nn.Linear(2, 2), "expected a model of transformers, got none"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             apply_document_attention(model)

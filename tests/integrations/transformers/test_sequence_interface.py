@@ -255,8 +255,17 @@ def test_shards_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
             "attention_mask: expected all 64 tokens of the sequence, got (4, 32)",
         ),
         (again, "position_ids: they begin anew"),
+        (
+            {**again, "attention_mask": torch.ones_like(inputs["attention_mask"])},
+            "position_ids: they begin anew",
+        ),
     ):
         theirs = "rank 1 of 'cp': it refused its shard of the sequence"
         with pytest.raises(ValueError, match=re.escape(theirs if world.rank == 0 else message)):
             model(**(inputs if world.rank == 0 else wrong))
-    model(**inputs)
+    # Positions of padding are no documents.
+    padding = inputs["attention_mask"].chunk(2, 1)[world.rank] == 0
+    assert any(world.everyone(bool(padding.any())))
+    loss = model(**inputs).loss
+    positions = inputs["position_ids"].expand(padding.shape).masked_fill(padding, 1)
+    torch.testing.assert_close(model(**{**inputs, "position_ids": positions}).loss, loss)

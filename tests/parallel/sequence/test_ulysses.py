@@ -159,6 +159,27 @@ def test_positions_counted_from_padding(world: World) -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize(
+    ("positions", "mask"),
+    [
+        ([1, 1, 1, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1, 1, 1]),
+        ([0, 1, 2, 3, 4, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]),
+        ([0, 1, 1, 1, 2, 3, 4, 5], [1, 1, 0, 0, 1, 1, 1, 1]),
+        ([0, 1, 2, 3, 4, 5, 6, 7], [1, 1, 0, 0, 1, 1, 1, 1]),
+    ],
+)
+def test_positions_of_padding_mean_nothing(world: World, positions: list[int], mask: list[int]) -> None:
+    ids, attended = torch.tensor([positions]), torch.tensor([mask])
+    batch = {"input_ids": torch.arange(8)[None], "position_ids": ids, "attention_mask": attended}
+    chunks = world.everyone(shard_batch(batch, mesh_of(cp=2)))
+    shards = [each["position_ids"] for each in chunks[world.rank // 2 * 2 :][:2]]
+    assert torch.equal(torch.cat(shards, 1), ids)
+    again = torch.where(attended > 0, ids % 2, ids)  # of several documents
+    with pytest.raises(ValueError, match="'position_ids': expected ones that increase by 1"):
+        shard_batch({**batch, "position_ids": again}, mesh_of(cp=2))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
     ("length", "changes", "message"),
     [
         (7, {}, "expected a multiple of 'cp' (2), got 7 tokens. Pad them to 8"),

@@ -38,9 +38,23 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: ChunkTokens = "auto") -> No
     head = model.get_output_embeddings()
     unchunk_loss(model)
     path = next(name for name, module in model.named_modules() if module is head)
-    hooks = _LossHooks(path, chunk_tokens, list(inspect.signature(model.forward).parameters))
+    register_hooks(model, _LossHooks(path, chunk_tokens, list(inspect.signature(model.forward).parameters)))
+
+
+def register_hooks(model: nn.Module, hooks: _LossHooks) -> None:
+    """Have `hooks` replace the loss of `model`."""
     model.register_forward_pre_hook(hooks.before, with_kwargs=True)
     model.register_forward_hook(hooks.after, always_call=True)
+
+
+def hooks_of_loss(model: nn.Module) -> _LossHooks | None:
+    """Return the hooks that :func:`chunk_loss` has registered on `model`; None without any."""
+    hooks: Any  # bound methods among functions
+    for hooks in model._forward_pre_hooks.values():
+        if _is_of_loss(hooks):
+            found: _LossHooks = hooks.__self__
+            return found
+    return None
 
 
 def unchunk_loss(model: nn.Module) -> None:

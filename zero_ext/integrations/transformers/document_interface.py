@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_ext.attention import SparseSelfAttention, document_attention, documents_from_positions
 from zero_ext.attention.packed_documents import positions_in_documents
+from zero_ext.integrations.prepare_with_features import outermost_models
 from zero_ext.integrations.transformers.attention_interface import (
     check_full_attention,
     is_cross,
@@ -23,10 +25,11 @@ from zero_ext.integrations.transformers.attention_interface import (
 from zero_ext.parallel.batch_sharding import mask_first_labels, mask_last_labels
 
 NAME = "zero_ext_documents"
+_MARK = "_zero_ext_passes_documents"
 UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "head_mask", "position_bias")
 
 
-def apply_document_attention(model: PreTrainedModel) -> None:
+def apply_document_attention(model: torch.nn.Module) -> None:
     """Make a model attend within the documents of packed rows, in place.
 
     Documents are those of `cu_seq_lens_q` in the model's inputs, or else begin where `position_ids` do not
@@ -39,11 +42,13 @@ def apply_document_attention(model: PreTrainedModel) -> None:
     [`prepare`][zero_ext.prepare]. `model.set_attn_implementation("sdpa")` undoes it, as generation needs.
 
     Args:
-        model: any model that looks its attention up in transformers' registry.
+        model: any model that looks its attention up in transformers' registry, or a module around such
+            models, as PEFT's adapters are.
 
     Raises:
-        ValueError: the model has cross-attention, sparse attention, windows, attention of its own, or a
-            forward without `position_ids` or further keyword arguments; or its sequences are sharded already.
+        ValueError: there is no such model. Or it has cross-attention, sparse attention, windows, attention of
+            its own, a forward without `position_ids` or further keyword arguments, or sequences that are
+            sharded already.
             Nothing was changed.
 
     Examples:
@@ -57,6 +62,25 @@ def apply_document_attention(model: PreTrainedModel) -> None:
         >>> model(words, position_ids=positions).logits.shape
         torch.Size([1, 6, 50])
     """
+    models = list(outermost_models(model).values())
+    if not models:
+        raise ValueError(
+            f"{type(model).__name__}: expected a model of transformers, got none. Call document_attention in "
+            "its attention."
+        )
+    for each in models:
+        if problem := _problem_of(each):
+            raise ValueError(f"{type(each).__name__}: {problem}")
+        check_full_attention(each)
+    own_configurations(model)  # of all of it: what is around them holds them too
+    for each in models:
+        each.set_attn_implementation(NAME)
+        first = padding_position(each)
+        _pass_documents(each, 0 if first is None else first + 1)
+
+
+def _problem_of(model: PreTrainedModel) -> str | None:
+    """Return why :func:`apply_document_attention` refuses a model of transformers; None if it does not."""
     attentions: list[Any] = registry_attentions(model)
     forward = inspect.signature(model.forward).parameters
     problem: str | None = None
@@ -77,15 +101,25 @@ def apply_document_attention(model: PreTrainedModel) -> None:
         problem = "expected a forward with further keyword arguments, got none. Use another model."
     elif "position_ids" not in forward:
         problem = "expected position_ids in forward, got none. Use a model that has them."
-    if problem:
-        raise ValueError(f"{type(model).__name__}: {problem}")
-    check_full_attention(model)
-    own_configurations(model)
-    model.set_attn_implementation(NAME)
-    first = padding_position(model)
-    first = 0 if first is None else first + 1
-    hook = functools.partial(_add_documents, list(forward), model.can_generate(), first)
-    model.register_forward_pre_hook(hook, with_kwargs=True)
+    elif getattr(model.forward, "__self__", None) is not model:
+        problem = "expected a forward that is a method, got another one. Call this function before."
+    return problem
+
+
+def _pass_documents(model: Any, first_position: int) -> None:
+    """Add the documents to the inputs of a model's forward, which adapters call past its hooks."""
+    if _MARK in vars(model):  # and attention was another one in between
+        return
+    plain, parameters = model.forward.__func__, list(inspect.signature(model.forward).parameters)
+
+    # A method, so that a copy of the model runs the copy's layers.
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _add_documents(parameters, first_position, self, args, kwargs)
+        return plain(self, *args, **kwargs)
+
+    model.forward = MethodType(forward, model)
+    setattr(model, _MARK, True)
 
 
 def padding_position(model: torch.nn.Module) -> int | None:
@@ -99,20 +133,19 @@ def padding_position(model: torch.nn.Module) -> int | None:
 
 def _add_documents(
     parameters: list[str],
-    predicts_next: bool,
     first_position: int,
     model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[tuple[()], dict[str, Any]] | None:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add the documents to a model's inputs. Sharded sequences have another attention, and theirs already."""
     if model.config._attn_implementation != NAME:
-        return None
+        return args, kwargs
     inputs = dict(zip(parameters, args, strict=False)) | kwargs
     tokens = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
-        return None
+        return args, kwargs
     cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
     documents, labels = inputs.get("cu_seq_lens_q"), inputs.get("labels")
     if cache is not None and cache.get_seq_length():
@@ -133,7 +166,7 @@ def _add_documents(
     inputs |= {"cu_seq_lens_q": documents, "attention_mask": None}
     if inputs.get("shift_labels") is not None:
         inputs["shift_labels"] = mask_last_labels(inputs["shift_labels"], documents, mask)
-    elif labels is not None and predicts_next:
+    elif labels is not None and model.can_generate():
         inputs["labels"] = mask_first_labels(labels, documents, mask)
     return (), inputs
 
@@ -237,6 +270,8 @@ def _mask(
             "window, or a prefix that is seen in full). Use inputs without it, or another attention."
         )
     mask: torch.Tensor | None = more.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and bool(mask.all()):
+        return None  # BioGPT makes one that masks nothing where it gets none
     return mask
 
 

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_ext.attention.packed_documents import bounds_tensor, row_groups
+from zero_ext.attention.packed_documents import bounds_tensor, is_discontinuous, row_groups
 from zero_ext.integrations.transformers.attention_interface import (
     check_full_attention,
     is_cross,
@@ -53,7 +53,7 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh, ring: int) -> None
     elif kinds - _LAYERS:
         problem = f"layers: expected {sorted(_LAYERS)}, got {min(kinds - _LAYERS)!r}. Use a model with those."
     elif (
-        not (model.can_generate() or model.base_model is model or _is_masked(model))
+        not (model.can_generate() or model.base_model is model or predicts_masked(model))
         or getattr(model, "pooler", None) is not None
         or hasattr(model, "multiple_choice_head")
     ):
@@ -94,7 +94,7 @@ def _by_length(config: Any) -> str:
     return min(kinds & {"dynamic", "longrope"}, default="")
 
 
-def _is_masked(model: Any) -> bool:
+def predicts_masked(model: Any) -> bool:
     """Return whether a model predicts masked tokens, each by its own hidden state."""
     return bool(model.loss_type == "ForMaskedLM")
 
@@ -112,7 +112,7 @@ def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> No
     attentions: list[Any] = registry_attentions(model)
     for module in attentions:
         module.sequence_exchange = exchange
-    masked = _is_masked(model)
+    masked = predicts_masked(model)
     check = _ShardCheck(exchange, masked, padding_position(model), exchange.ring > 1 or inner == DOCUMENTS)
     # A caller may use the base model alone, and adapters call the forward of the outer model past its hooks.
     for module in model.modules():
@@ -209,7 +209,7 @@ class _ShardCheck:
             problem, fix = _full_rows_problem()
             if documents:
                 shards, problem, fix = _document_shard(exchange, inputs, shape)
-        elif not problem and self._padding is None and _has_packed_rows(inputs):
+        elif not problem and self._padding is None and _has_packed_rows(inputs, exchange, shape):
             problem = "position_ids: they begin anew (packed sequences), which needs an attention_mask of 4 "
             problem += "dimensions"
             fix = "Pass one, or call apply_document_attention(model) before apply_sequence_parallel."
@@ -222,11 +222,16 @@ class _ShardCheck:
             _compare_cuts(exchange, shards)
 
 
-def _has_packed_rows(inputs: dict[str, Any]) -> bool:
+def _has_packed_rows(inputs: dict[str, Any], exchange: SequenceExchange, shape: torch.Size) -> bool:
     """Return whether positions begin anew, and no mask [batch, 1, length, length] keeps documents apart."""
     mask = inputs.get("attention_mask")
-    square = mask is not None and mask.ndim == 4
-    return not square and find_packed_sequence_indices(inputs["position_ids"]) is not None
+    if mask is not None and mask.ndim == 4:
+        return False
+    positions = inputs["position_ids"].expand(shape)
+    attended = torch.ones_like(positions, dtype=torch.bool)
+    if mask is not None:  # of the full sequences, which are cut into consecutive shards without a ring
+        attended = mask.bool()[:, exchange.rank * shape[1] :][:, : shape[1]]
+    return is_discontinuous(positions, attended)
 
 
 def _full_rows_problem() -> tuple[str, str]:
