@@ -89,6 +89,10 @@ SECTIONS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"leaf_modules": ["a", 3]}, "leaf_modules.1", "got 3 (int)"),
         ({"": 1}, "''", "unknown key"),
     ],
+    "parallel": [
+        ({"cp": 4, "ring": 3}, "ring", "expected a divisor of parallel.cp (4), got 3"),
+        ({"cp": 2, "ep": 2}, "ep", "expected 1 with parallel.cp 2, got 2"),
+    ],
     "monitor": [({"progress": {}}, "progress.steps", "required key is missing")],
     "optimizer": [
         ({"params": {}}, "type", "required key is missing"),

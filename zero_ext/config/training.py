@@ -80,6 +80,38 @@ class LossConfig(ConfigSection):
     chunk_tokens: Annotated[Literal["auto"] | Positive, BeforeValidator(_as_chunk)] = "auto"
 
 
+class ParallelConfig(ConfigSection):
+    """Sequences and experts over ranks, as `ZeroTrainer` and `ZeroAccelerator` apply them to models of
+    transformers.
+
+    The remaining factor of the ranks trains on other samples.
+
+    Attributes:
+        cp: number of ranks that a sequence is sharded over.
+        ring: number of these ranks that keys and values rotate over, a divisor of `cp` (ring attention).
+            Groups of `cp` / `ring` ranks exchange heads (DeepSpeed-Ulysses).
+        ep: number of ranks that experts are spread over. With `ep` over 1 `cp` is 1.
+    """
+
+    cp: Positive = 1
+    ring: Positive = 1
+    ep: Positive = 1
+
+    @model_validator(mode="after")
+    def _lengths_match(self) -> ParallelConfig:
+        if self.cp % self.ring:
+            raise KeyProblem(
+                "ring",
+                f"expected a divisor of parallel.cp ({self.cp}), got {self.ring}. Set it to a divisor.",
+            )
+        if self.cp > 1 and self.ep > 1:
+            raise KeyProblem(
+                "ep",
+                f"expected 1 with parallel.cp {self.cp}, got {self.ep}. Set one of the two to 1.",
+            )
+        return self
+
+
 class LossScaleConfig(ConfigSection):
     """Loss scaling, used with fp16 parameters only.
 

@@ -21,6 +21,7 @@ from zero_ext.config.training import (
     LossConfig,
     LossScaleConfig,
     OptimizerConfig,
+    ParallelConfig,
     PrecisionConfig,
     SchedulerConfig,
     UnitConfig,
@@ -63,6 +64,7 @@ class ZeroConfig(ConfigSection):
             leaves attention unchanged.
         loss: computation of the loss in chunks of tokens, which `prepare` sets in causal language models of
             transformers. `null` leaves the loss unchanged.
+        parallel: sequences and experts over ranks, for `ZeroTrainer` and `ZeroAccelerator`.
         gradient_clipping: largest global gradient norm. 0 disables clipping.
         check_finite: whether to refuse a step with NaN or infinity in its gradients, before anything changes
             and with the names of the parameters, and to report a step that leaves such values in weights or
@@ -94,6 +96,7 @@ class ZeroConfig(ConfigSection):
     checkpoint: CheckpointConfig = CheckpointConfig()
     sparse_attention: SparseAttentionConfig | None = None
     loss: LossConfig | None = None
+    parallel: ParallelConfig = ParallelConfig()
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     check_finite: bool = True
     timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 600.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from torch import nn
@@ -28,25 +29,40 @@ def _completed(prepare: Callable[PrepareParameters, Prepared]) -> Callable[Prepa
     def call(*args: PrepareParameters.args, **kwargs: PrepareParameters.kwargs) -> Prepared:
         bound = signature.bind(*args, **kwargs)
         settings = bound.arguments["config"] = load_config(bound.arguments.get("config"))
+        _check_layout(settings, bound.arguments.get("process_group"))
         if settings.sparse_attention is not None:
             apply_sparse_attention(bound.arguments["model"], settings.sparse_attention)
-        remove_chunked_loss(bound.arguments["model"])
-        if settings.loss is not None:
-            apply_chunked_loss(bound.arguments["model"], settings.loss)
-        if settings.monitor is None and settings.steps_per_print is None:
-            return prepare(*bound.args, **bound.kwargs)
-        # Whoever watches nothing imports none of it.
-        from zero_ext.monitor.run_monitor import attach, check_packages
+        with _losses_by_section(bound.arguments["model"], settings.loss):
+            if settings.monitor is None and settings.steps_per_print is None:
+                return prepare(*bound.args, **bound.kwargs)
+            # Whoever watches nothing imports none of it.
+            from zero_ext.monitor.run_monitor import attach, check_packages
 
-        check_packages(settings.monitor)
-        model, optimizer = prepare(*bound.args, **bound.kwargs)
-        attach(model, settings.monitor, steps_per_print=settings.steps_per_print)
-        return model, optimizer
+            check_packages(settings.monitor)
+            model, optimizer = prepare(*bound.args, **bound.kwargs)
+            attach(model, settings.monitor, steps_per_print=settings.steps_per_print)
+            return model, optimizer
 
     return call
 
 
 prepare = _completed(prepare_alone)
+
+
+def _check_layout(settings: ZeroConfig, process_group: Any) -> None:
+    """Raise ``ConfigError`` for a section `parallel` that the mesh does not have."""
+    for name in ("cp", "ep"):
+        wanted = getattr(settings.parallel, name)
+        names = getattr(process_group, "mesh_dim_names", None) or ()
+        length = process_group[name].size() if name in names else 1
+        if wanted not in (1, length):
+            raise ConfigError(
+                Problem(
+                    f"parallel.{name}",
+                    f"got {wanted}, but process_group has {length} ranks along {name!r}. Use ZeroTrainer or "
+                    "ZeroAccelerator. In a loop of your own remove the section, and call make_mesh.",
+                )
+            )
 
 
 def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> None:
@@ -113,6 +129,25 @@ def apply_chunked_loss(model: nn.Module, config: LossConfig) -> None:
             raise _refused(problem, "loss")
     for each in found.values():
         chunk_loss(each, config.chunk_tokens)
+
+
+@contextlib.contextmanager
+def _losses_by_section(model: nn.Module, config: LossConfig | None) -> Iterator[None]:
+    """Return a context in which losses are as the section says. They are as before if it ends by an error."""
+    # Without that module there is none of its losses.
+    chunked: Any = sys.modules.get("zero_ext.integrations.transformers.chunked_loss")
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    before = [(each, found) for each in modules if chunked and (found := chunked.hooks_of_loss(each))]
+    try:
+        remove_chunked_loss(model)
+        if config is not None:
+            apply_chunked_loss(model, config)
+        yield
+    except BaseException:
+        remove_chunked_loss(model)
+        for each, found in before:
+            chunked.register_hooks(each, found)
+        raise
 
 
 def remove_chunked_loss(model: nn.Module) -> None:

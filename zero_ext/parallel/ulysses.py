@@ -18,6 +18,10 @@ from zero_ext.comm.process_group import make_collectives
 from zero_ext.comm.traffic_stats import TrafficStats
 
 _HEADS, _LENGTH = 1, 2
+_SHARDS = (
+    "Give every rank an equal part of the same sequences: shard them with zero_ext.parallel.shard_batch, "
+    "padded to a multiple of the ranks."
+)
 
 
 class SequenceExchange:
@@ -67,7 +71,7 @@ class SequenceExchange:
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceExchange:
         return self  # connections have no copies: a copied model has the same ranks
 
-    def agree(self, numbers: Sequence[int], what: str, problem: str = "") -> None:
+    def agree(self, numbers: Sequence[int], what: str, problem: str = "", fix: str = _SHARDS) -> None:
         """Raise on all ranks unless they give the same numbers and none has a problem; a collective.
 
         A few bytes in host memory are exchanged.
@@ -76,6 +80,7 @@ class SequenceExchange:
             numbers: of this rank.
             what: the numbers are, for the message.
             problem: of this rank; empty if it has none.
+            fix: sentences that say what to do about numbers that differ.
 
         Raises:
             ValueError: the numbers differ, or a rank has a problem.
@@ -93,11 +98,7 @@ class SequenceExchange:
             )
         if any(row != rows[0] for row in rows):
             seen = ", ".join(f"{row[1:]} on rank {rank}" for rank, row in enumerate(rows))
-            raise ValueError(
-                f"{what}: expected the same along 'cp', got {seen}. Give every rank an equal part of the "
-                "same sequences: shard them with zero_ext.parallel.shard_batch, padded to a multiple of the "
-                "ranks."
-            )
+            raise ValueError(f"{what}: expected the same along 'cp', got {seen}. {fix}")
 
     def agree_on_shapes(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hashed: object, problem: str = ""
@@ -135,6 +136,37 @@ class SequenceExchange:
             int64 of that shape.
         """
         return self._collectives.sum_(tensor, "sequence agreement")
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of all ranks' values; a collective. Its gradient is that of this rank's value.
+
+        Means of the ranks' losses have the gradients of the loss of all of them, once ZeRO has averaged them.
+
+        Args:
+            value: floating point, of one shape on all ranks.
+
+        Returns:
+            A tensor of that shape and dtype, the same on all ranks.
+        """
+        averaged: torch.Tensor = _Mean.apply(value, self)
+        return averaged
+
+    def gather_sequences(self, shard: torch.Tensor, positions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return full sequences; a collective.
+
+        Args:
+            shard: [batch, length / cp, ...], of one shape on all ranks.
+            positions: of the tokens of each rank in the full sequences, int64 [length / cp].
+
+        Returns:
+            [batch, length, ...], without a gradient.
+        """
+        shard = shard.detach().contiguous()
+        flat = shard.new_empty(self.size, shard.numel())
+        own = flat[self.rank].copy_(shard.view(-1))
+        self._collectives.gather(flat.view(-1), own, "sequence", "gathered sequences").wait()
+        order = torch.argsort(torch.cat(list(positions))).to(shard.device)
+        return torch.cat([each.view_as(shard) for each in flat], 1)[:, order]
 
     def enter(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -258,6 +290,20 @@ class SequenceExchange:
             return received
 
         return wait
+
+
+class _Mean(torch.autograd.Function):
+    """The mean of all ranks' values; its gradient is passed on to this rank's value as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, exchange: SequenceExchange) -> torch.Tensor:
+        total = exchange._collectives.sum_(value.detach().reshape(-1).clone(), "mean along 'cp'")
+        # Not a view, which callers could not change in place.
+        return total.view_as(value) / exchange.size
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
 
 
 class _Move(torch.autograd.Function):

@@ -144,6 +144,17 @@ def test_accelerate(folder: Path) -> None:
         assert not torch.equal(saved.weight, build_model().weight)
 
         AcceleratorState._reset_state(True)
+        on_one_rank = {
+            "cp_size=2": "cp_size=1",
+            "accelerator = ZeroAccelerator(": "accelerator = ZeroAccelerator(cpu=True, ",
+        }
+        language = llama(0)
+        weights = torch.optim.AdamW(language.parameters(), lr=0.1)
+        sentences_loader = DataLoader(Sentences(4, 1), batch_size=2)
+        page.run_next(on_one_rank, model=language, optimizer=weights, loader=sentences_loader)
+        assert float(page.names["loss"]) > 0
+
+        AcceleratorState._reset_state(True)
         plain = {"zero_ext": zero_ext, "Accelerator": lambda **kw: Accelerator(cpu=True, **kw)}
         model = build_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -178,6 +189,10 @@ def test_transformers(folder: Path) -> None:
         plain = Trainer(llama(0), TrainingArguments("built", report_to=[], use_cpu=True))
         page.run_next({"SomeTrainer(...)": "plain"}, zero_ext=zero_ext, plain=plain)
         assert isinstance(plain, ZeroTrainerMixin) and page.names["trainer"] is plain
+
+        on_one_rank = {"cp_size=4": "cp_size=1", '"out", ': '"out", use_cpu=True, report_to=[], '}
+        page.run_next(on_one_rank, model=llama(0), data=Sentences(8, 1))
+        assert page.names["trainer"].zero_config.parallel.cp == 1
 
         names = {"AutoModelForCausalLM": AutoModelForCausalLM, "zero_config": {"stage": 3}}
         arguments = TrainingArguments("out", report_to=[], use_cpu=True, max_steps=1, learning_rate=0.0)

@@ -17,9 +17,10 @@ from tests.docs.test_compatibility import pinned, required
 from tests.integrations.transformers.models import arguments, llama
 from zero_ext.integrations.peft import ZeroPeftTrainerMixin
 from zero_ext.integrations.transformers import ZeroTrainer, ZeroTrainerMixin, private_methods
+from zero_ext.integrations.transformers.layout_trainer import LayoutTrainerMixin
 from zero_ext.integrations.transformers.private_methods import ATTRIBUTES, NEWEST, OLDEST, OVERRIDDEN
 
-MIXINS = (ZeroTrainerMixin, ZeroPeftTrainerMixin)
+MIXINS = (LayoutTrainerMixin, ZeroTrainerMixin, ZeroPeftTrainerMixin)
 ROOT = Path(zero_ext.__file__).resolve().parents[1]
 
 

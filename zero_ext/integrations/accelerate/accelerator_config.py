@@ -16,6 +16,7 @@ from zero_ext.config.config_errors import Problem
 from zero_ext.config.deepspeed.deepspeed_keys import LEFT_OUT
 from zero_ext.config.sources.config_source import WrittenConfig
 from zero_ext.integrations.prepare_with_features import keys_set_elsewhere, written_value
+from zero_ext.integrations.requested_layout import with_parallelism
 
 _NAME = "ZeroAccelerator"
 _SOURCE = "ZeroAccelerator(config=...) and Accelerator's arguments"
@@ -38,7 +39,6 @@ _PLUGINS = {
     "fsdp_plugin": _OWN_SHARDING,
     "megatron_lm_plugin": "starts Megatron-LM. Leave it out",
     "torch_tp_plugin": "replaces parameters by DTensors. Leave it out",
-    "parallelism_config": "starts other kinds of parallelism. Leave it out",
 }
 
 
@@ -149,6 +149,7 @@ def resolve_settings(
         config = config.replace(precision=config.precision.replace(dtype=dtype))
     if steps is not None:
         config = with_accumulation(config, steps)
+    config = with_parallelism(config, arguments.get("parallelism_config"))
     used = config.precision.dtype
     return config, (used if used in _PRECISIONS else "no"), notes
 

@@ -25,7 +25,9 @@ from zero_ext.integrations.accelerate.accelerator_config import (
     with_accumulation,
 )
 from zero_ext.integrations.accelerate.accelerator_state import CheckpointingAccelerator
+from zero_ext.integrations.batch_sharing import BatchSharingAccelerator
 from zero_ext.integrations.prepare_with_features import prepare
+from zero_ext.integrations.requested_layout import apply_layout, layout_mesh, parallelism_problems
 from zero_ext.integrations.transformers.model_patches import is_prepared, mark_prepared
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict
@@ -36,7 +38,7 @@ _SIGNATURE = inspect.signature(Accelerator.__init__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class ZeroAccelerator(CheckpointingAccelerator):
+class ZeroAccelerator(BatchSharingAccelerator, CheckpointingAccelerator):
     """`accelerate.Accelerator` with ZeRO.
 
     It takes what Accelerator takes, and `config`. Models and optimizers that are given to `prepare` are
@@ -66,8 +68,21 @@ class ZeroAccelerator(CheckpointingAccelerator):
         self._pairs: list[tuple[nn.Module, torch.optim.Optimizer]] = []
         self._made: dict[nn.Module, tuple[AcceleratedModule, Any]] = {}
         # Parameters are in compute precision, with fp32 masters: Accelerate casts and scales nothing.
+        # It would also shard sequences itself, by FSDP2 or DeepSpeed.
+        parallelism = arguments.pop("parallelism_config", None)
         super().__init__(**{**arguments, "mixed_precision": "no"})
+        self._refuse_layout(parallelism)
+        self._mesh = layout_mesh(self._settings, self.num_processes, self.device.type)
+        self.sequence_ranks = self._settings.parallel.cp
         log_notes(notes)
+
+    def _refuse_layout(self, parallelism: Any) -> None:
+        """Raise ``ValueError`` for lengths that do not match the ranks, which are known now."""
+        found = parallelism_problems(parallelism, self.num_processes)
+        if self._settings.parallel.cp > 1 and self.dispatch_batches:
+            found.append("dispatch_batches gives every rank other samples. Leave it out.")
+        if found:
+            raise ValueError(f"ZeroAccelerator: unsupported arguments: {' '.join(found)} Change them.")
 
     @property
     def config(self) -> ZeroConfig:
@@ -213,11 +228,17 @@ class ZeroAccelerator(CheckpointingAccelerator):
         moves = self.device_placement if device_placement is None else device_placement
         # A model that was prepared for evaluation gets another engine, and the script keeps its wrapper.
         wrapper = next((each for each in self._models if unwrapped(each) is model), None)
+        mesh = apply_layout(model, optimizer, self._settings, self._mesh)
         if wrapper is not None:
             engine_of(model).wrappers.discard(wrapper)
         try:
             _, made = prepare(
-                model, optimizer, self.config, wrap=False, device=self.device if moves else None
+                model,
+                optimizer,
+                self.config,
+                process_group=mesh,
+                wrap=False,
+                device=self.device if moves else None,
             )
         finally:
             if wrapper is not None:

@@ -28,6 +28,7 @@ OVERRIDDEN = (
     "_save",
     "_save_optimizer_and_scheduler",
     "_save_scaler",
+    "_track_num_input_tokens",
 )
 # Attributes of a trainer that are set here, each with the method that reads it there.
 ATTRIBUTES = {"_created_lr_scheduler": "_prepare_for_training"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -17,6 +17,7 @@ from zero_ext.config.sources.config_source import ConfigSource, log_notes, read_
 from zero_ext.integrations.generation import generate_unsharded
 from zero_ext.integrations.load_weights import load_weights
 from zero_ext.integrations.prepare_with_features import prepare
+from zero_ext.integrations.transformers.layout_trainer import LayoutTrainerMixin
 from zero_ext.integrations.transformers.model_patches import (
     BoundMethod,
     checkpoint_by_configuration,
@@ -44,15 +45,10 @@ from zero_ext.zero.api.full_parameters import full_state_dict
 from zero_ext.zero.api.zero_optimizer import ZeroOptimizer
 from zero_ext.zero.engine import Engine
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object
-
 logger = logging.getLogger("zero_ext")
 
 
-class ZeroTrainerMixin(_Base):
+class ZeroTrainerMixin(LayoutTrainerMixin):
     """Put before a Trainer class, it trains, evaluates, saves and resumes with the model sharded.
 
     `class MyTrainer(ZeroTrainerMixin, Trainer)` takes what the Trainer takes, and `zero_config`. The model is
@@ -101,6 +97,7 @@ class ZeroTrainerMixin(_Base):
         if self._zero_settings.optimizer is not None:  # tried out: what it refuses is said now
             value = torch.zeros(1, device="cpu", requires_grad=True)
             build_optimizer(self._zero_settings.optimizer, [value], self.model)
+        self._share_batches()
         log_notes(notes)
 
     def _check_adapters(self) -> None:
@@ -124,7 +121,10 @@ class ZeroTrainerMixin(_Base):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         # Parameters themselves are in compute precision, with fp32 masters: nothing is cast on the way.
-        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+        found = {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+        if getattr(self.args, "parallelism_config", None) is not None:
+            del found["parallelism_config"]  # Accelerate would shard with FSDP2 or start DeepSpeed
+        return found
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Left to the engine, which moves a unit at a time."""
@@ -142,6 +142,7 @@ class ZeroTrainerMixin(_Base):
         if is_prepared(self.model):
             self._check_own_optimizer()
         else:
+            self._lay_out(self.optimizer)
             made = self.create_optimizer()
             if self._zero_settings.scheduler is not None and self.lr_scheduler is None:
                 check_scheduler(self._zero_settings.scheduler, made)
@@ -169,7 +170,14 @@ class ZeroTrainerMixin(_Base):
             options = self.accelerator.state.dynamo_plugin.to_kwargs()
             model = torch.compile(model, **options)  # type: ignore[assignment]
         try:
-            return prepare(model, optimizer, self._zero_settings, wrap=False, device=self.args.device)[1]
+            return prepare(
+                model,
+                optimizer,
+                self._zero_settings,
+                process_group=self._mesh,
+                wrap=False,
+                device=self.args.device,
+            )[1]
         except RuntimeError as error:
             if self._asks_for_smaller_batch(error):  # which would not help
                 raise MemoryError(str(error)) from error
@@ -193,6 +201,7 @@ class ZeroTrainerMixin(_Base):
             if self.train_dataset is not None:
                 self._shard_for_training()
                 return
+            self._lay_out(None)
             self._prepare(self.model, None)
             mark_prepared(self.model, None)
         self._finish_sharding()

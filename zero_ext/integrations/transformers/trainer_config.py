@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from zero_ext.config import ConfigError, Note, ZeroConfig
@@ -18,6 +19,7 @@ from zero_ext.config.config_errors import Problem, show
 from zero_ext.config.deepspeed.deepspeed_keys import AUTO, LEFT_OUT
 from zero_ext.config.sources.config_source import ConfigSource, WrittenConfig, read_config
 from zero_ext.integrations.prepare_with_features import written_value
+from zero_ext.integrations.requested_layout import parallelism_problems, with_parallelism
 
 _SOURCE = "zero_config and TrainingArguments"
 _ADAMS = ("adam", "adamw")
@@ -61,7 +63,7 @@ def resolve_settings(
         config, notes = _from_native(written, args, shared, values), ()
     _refuse_savers(config)
     _refuse_other_makers(config, args)
-    return config, notes
+    return with_parallelism(config, getattr(args, "parallelism_config", None)), notes
 
 
 def load_settings(source: ConfigSource) -> ZeroConfig:
@@ -268,6 +270,7 @@ def refuse_arguments(trainer: Any) -> None:
         (getattr(trainer, "is_model_parallel", False), "the model is spread by device_map. Load it without."),
     )
     found = [why for refused, why in cases if refused]
+    found += parallelism_problems(getattr(args, "parallelism_config", None), args.world_size)
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != args.world_size:
         found.append(
@@ -277,6 +280,50 @@ def refuse_arguments(trainer: Any) -> None:
         )
     if found:
         raise ValueError(f"ZeroTrainer: unsupported arguments: {' '.join(found)} Change them.")
+
+
+def refuse_with_layout(trainer: Any, config: ZeroConfig) -> None:
+    """Raise ``ValueError`` that lists what of ``trainer`` is not exact with the section `parallel`."""
+    args, section = trainer.args, config.parallel
+    sequences = section.cp > 1
+    cases = (
+        (
+            max(section.cp, section.ep) > 1 and isinstance(getattr(trainer, "ref_model", None), nn.Module),
+            "the reference model would see other sequences or have all experts. Train without it, or remove "
+            "the section.",
+        ),
+        (
+            sequences and args.label_smoothing_factor,
+            "label_smoothing_factor needs the logits of all tokens. Set it to 0.",
+        ),
+        (
+            sequences and trainer.compute_loss_func is not None,
+            "compute_loss_func would get labels of all tokens and logits of some. Leave it out.",
+        ),
+        (
+            sequences and args.neftune_noise_alpha is not None,
+            "neftune_noise_alpha scales noise by the length of a shard. Leave it out.",
+        ),
+        (
+            sequences and getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
+            "train_sampling_strategy 'batch_rebalance' gives every rank other samples. Choose another.",
+        ),
+        (
+            sequences and trainer.accelerator.dispatch_batches,
+            "dispatch_batches gives every rank other samples. Leave it out of accelerator_config.",
+        ),
+        (
+            getattr(trainer.accelerator, "parallelism_config", None) is not None,
+            "parallelism_config has reached Accelerate, as this Trainer was built without zero_ext. Use "
+            "ZeroTrainer, or put ZeroTrainerMixin before its class.",
+        ),
+    )
+    found = [why for refused, why in cases if refused]
+    if found:
+        lengths = f"cp={section.cp} and ep={section.ep}"
+        raise ValueError(
+            f"{type(trainer).__name__} with {lengths}: unsupported arguments: {' '.join(found)} Change them."
+        )
 
 
 def refuse_adapters(trainer: Any) -> None:
