@@ -81,10 +81,9 @@ class LossConfig(ConfigSection):
 
 
 class ParallelConfig(ConfigSection):
-    """Sequences and experts over ranks, as `ZeroTrainer` and `ZeroAccelerator` apply them to models of
-    transformers.
+    """Sequences and experts over ranks, in `ZeroTrainer` and `ZeroAccelerator`.
 
-    The remaining factor of the ranks trains on other samples.
+    The models are those of transformers. The remaining factor of the ranks trains on other samples.
 
     Attributes:
         cp: number of ranks that a sequence is sharded over.
