@@ -160,6 +160,26 @@ class ZeroConfig(ConfigSection):
         return self
 
     @model_validator(mode="after")
+    def _only_exact_shards_are_routed(self) -> ZeroConfig:
+        if self.units.experts == "all":
+            return self
+        if self.stage < 3:
+            raise KeyProblem(
+                "units.experts",
+                f"got {show(self.units.experts)}, but stage is {self.stage} and parameters are gathered in "
+                "stage 3 only. Set stage to 3, or remove experts.",
+            )
+        for key in ("quantized_weights", "hierarchical_partition", "shard_group_size"):
+            value = getattr(self.communication, key)
+            if value:
+                raise KeyProblem(
+                    "units.experts",
+                    f"got {show(self.units.experts)} together with communication.{key} = {show(value)}. Some "
+                    f"experts are gathered from shards of all ranks only. Remove {key}, or remove experts.",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_bit_needs_replicas(self) -> ZeroConfig:
         if self.optimizer is not None:
             check_one_bit(self.optimizer.type, self.stage, self.offload, self.precision)

@@ -22,7 +22,7 @@ from zero_ext.plan.simulation.task_timeline import (
 )
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
 from zero_ext.plan.simulation.transformer_cost import UnitCost
-from zero_ext.zero.memory.gathered_unit import UnitSpec
+from zero_ext.zero.memory.gathered_unit import ExpertSelection, UnitSpec
 from zero_ext.zero.unshard.pool_replay import PlannedPasses, PlannedUnit
 
 CHUNKS = 256  # of all updates through NVMe at most; the engine's chunks are smaller, which changes ends only
@@ -182,9 +182,9 @@ class _SimulatedUnit(PlannedUnit):
         """Return whether other ranks have shards of it, or the device is not the processor."""
         return super().needs_early_gather or not self._schedule.costs.hardware.device_is_host
 
-    def to_fetching(self, exact: bool = False) -> None:
+    def to_fetching(self, exact: bool = False, experts: ExpertSelection = None) -> None:
         """Add the read from NVMe, if there is one."""
-        super().to_fetching(exact)
+        super().to_fetching(exact, experts)
         self._schedule.fetch(self._number)
 
     def to_gathering(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from zero_ext.zero.units.dtensor_local import is_distributed
 from zero_ext.zero.units.plain_torch import in_transform, without_modes
 from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.backward_pass import BackwardPass, BlockCall, CallStack, in_backward
+from zero_ext.zero.unshard.expert_routing import reached_experts
 from zero_ext.zero.unshard.on_demand import transform_refusal
 from zero_ext.zero.unshard.prefetcher import Prefetcher
 from zero_ext.zero.unshard.step_clock import Beginning, StepClock
@@ -187,7 +188,7 @@ class ForwardHooks(Ending):
             return
         call.touch(unit, again)
         with without_modes():
-            self._prefetcher.need(unit, call, self._order())
+            self._prefetcher.need(unit, call, self._order(), experts=call.routed.get(unit))
 
     def enter(self, block: nn.Module, name: str, inputs: object, alone: bool = False) -> None:
         """Begin a call of ``block``: of a block, or, ``alone``, of a module that no block runs around."""
@@ -205,6 +206,18 @@ class ForwardHooks(Ending):
             self._forward_order.begin(repeats=not torch.is_grad_enabled())
         if torch.is_grad_enabled() and not in_transform():
             self._watch_inputs(call, inputs)
+
+    def route(self, units: Sequence[Unit], index: torch.Tensor) -> None:
+        """Select the experts of ``units`` that the running call gathers: those that any rank has in
+        ``index``, the experts of its tokens. A collective."""
+        if in_transform():
+            return
+        first = units[0]
+        label = f"experts that tokens are routed to in {first.describe()}"
+        reached = reached_experts(index, first.spec.experts, first.collectives, label)
+        # With all of them the ordinary gather is one collective.
+        if len(reached) < first.spec.experts:
+            self.calls[-1].routed.update(dict.fromkeys(units, reached))
 
     def leave(self, block: nn.Module, outputs: Any) -> Any:
         """End a call of ``block``, also when it raised; return what it shall return. Outputs that share
@@ -286,8 +299,9 @@ class ForwardHooks(Ending):
             if torch.is_grad_enabled() and not self.gathers_saved_tensors:
                 self._prefetcher.retain(call.rereads, "backward with create_graph=True")
             self._backward.hold(call)
+            order = self._prefetcher.backward_order
             for unit in call.rereads:
-                self._prefetcher.need(unit, call, self._prefetcher.backward_order)
+                self._prefetcher.need(unit, call, order, experts=call.routed.get(unit))
 
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from zero_ext.config import UnitConfig
 from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
 from zero_ext.config.tiers import is_stored
-from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitState
+from zero_ext.zero.memory.gathered_unit import ExpertSelection, GatheredUnit, UnitState
 
 U = TypeVar("U", bound=GatheredUnit)
 
@@ -43,6 +43,8 @@ class GatherOrder(Generic[U]):
 
     def needed(self, unit: U) -> list[U]:
         """Note that ``unit`` is needed now; the units that were expected before it."""
+        if unit.spec.experts:
+            return []  # Nothing gathers it ahead: the next pass may be routed to other experts.
         self._trace.append(unit)
         for position in range(self._cursor, len(self._recorded)):
             if self._recorded[position] is unit:
@@ -63,7 +65,7 @@ class GatherOrder(Generic[U]):
 
     def expect(self, units: Iterable[U]) -> None:
         """Predict a pass that needs ``units`` in this order, before any was recorded."""
-        self._recorded = list(units)
+        self._recorded = [unit for unit in units if not unit.spec.experts]
 
     def upcoming(self, beyond: bool = False) -> Iterator[U]:
         """Yield the units expected next, nearest first; ``beyond``: also those of the pass that follows."""
@@ -130,9 +132,17 @@ class Prefetcher(Generic[U]):
         not steer look-ahead, as all ranks start its exchanges alike."""
         return GatherOrder() if all(unit.holders for unit in self.units) else self.forward_order
 
-    def need(self, unit: U, holder: object, order: GatherOrder[U], exact: bool = False) -> None:
+    def need(
+        self,
+        unit: U,
+        holder: object,
+        order: GatherOrder[U],
+        exact: bool = False,
+        experts: ExpertSelection = None,
+    ) -> None:
         """Make ``unit`` present for ``holder`` and start to gather what comes next in ``order``; ``exact``:
-        with the values of its shards, unless somebody holds it."""
+        with the values of its shards, unless somebody holds it. Of a unit with experts, those in ``experts``
+        are present afterwards, and others that somebody else needs."""
         if not unit.spec.placement.params or holder in unit.holders:
             return
         for skipped in order.needed(unit):
@@ -142,7 +152,9 @@ class Prefetcher(Generic[U]):
         if exact and not unit.exact and not unit.holders:
             self._evict(unit)
         if unit.state is not UnitState.GATHERED:
-            self._gather(unit, exact)
+            self._gather(unit, exact, experts)
+        if unit.spec.experts:
+            unit.cover(experts)
         unit.holders.add(holder)
         self._prefetch(order)
 
@@ -264,14 +276,14 @@ class Prefetcher(Generic[U]):
         elif unit.state is not UnitState.RELEASED:
             unit.to_released()  # never was present: no event
 
-    def _gather(self, unit: U, exact: bool) -> None:
+    def _gather(self, unit: U, exact: bool, experts: ExpertSelection) -> None:
         began, prefetched = time.perf_counter(), unit.state is not UnitState.RELEASED
         if not prefetched:
             self._free_space(unit)
         again = unit.is_aside
         self._retained.discard(unit)
         if unit.state is UnitState.RELEASED:
-            self._fetch(unit, exact)
+            self._fetch(unit, exact, experts)
         if unit.state is UnitState.FETCHING:
             unit.to_gathering()
         if unit.state is UnitState.GATHERING:
@@ -280,9 +292,9 @@ class Prefetcher(Generic[U]):
             seconds = time.perf_counter() - began
             self._bus.publish(GatherEvent(unit.spec.name, unit.spec.numel, prefetched, seconds))
 
-    def _fetch(self, unit: U, exact: bool = False) -> None:
+    def _fetch(self, unit: U, exact: bool = False, experts: ExpertSelection = None) -> None:
         self._seen_live.add(unit)
-        unit.to_fetching(exact)
+        unit.to_fetching(exact, experts)
 
     def _release(self, unit: U) -> None:
         try:
