@@ -65,8 +65,11 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def fetch_ranges(storage: ShardStorage, own: torch.Tensor, first: int, ranges: Ranges) -> CopyHandle:
-    """Start to fetch what ``own`` has of the ``ranges`` of a flat buffer: the slice with the shard in ``storage``,
-    from element ``first`` of the buffer on. NVMe is read in full blocks."""
+    """Start to fetch what ``own`` has of the ``ranges`` of a flat buffer.
+
+    ``own`` is the slice with the shard in ``storage``, from element ``first`` of the buffer on. NVMe is read
+    in full blocks.
+    """
     grain, numel = storage.grain, own.numel()
     inside = [(max(begin - first, 0), min(end - first, numel)) for begin, end in ranges]
     blocks = merged(

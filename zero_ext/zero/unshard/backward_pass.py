@@ -23,8 +23,8 @@ class BlockCall:
     in this backward pass; at zero the backward of this call is over and its units may go. ``repeats`` says
     that backward runs a call of the forward again; ``has_leaf_inputs`` that the gradient of an input may
     arrive before those of the parameters; ``alone`` that no block runs around the module, which is none.
-    Of the units that it ``touched``, backward needs those that it ``rereads``. Of a unit in ``routed`` it needs
-    only these experts.
+    Of the units that it ``touched``, backward needs those that it ``rereads``. Of a unit in ``routed`` the
+    call needs only these experts.
     """
 
     def __init__(self, block: nn.Module, name: str, repeats: bool, alone: bool = False) -> None:

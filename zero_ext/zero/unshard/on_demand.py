@@ -116,8 +116,8 @@ class OnDemandAccess:
             unit.accept_writes()
             raise RuntimeError(
                 f"parameter '{name}': expected no write in a forward while only some of its experts are "
-                "gathered (units.experts is 'routed'), got one. Write inside 'with zero_ext.gathered(params):', or set "
-                "units.experts to 'all'."
+                "gathered (units.experts is 'routed'), got one. Write inside 'with "
+                "zero_ext.gathered(params, modifier_rank=0):', or set units.experts to 'all'."
             )
         if engine.updates.in_progress:
             # Although the value is lost: a graph that saved it must not find the version of the old one.
