@@ -141,6 +141,19 @@ class _OwnMemory(torch.autograd.Function):
         return gradients[0]
 
 
+class _Connected(torch.autograd.Function):
+    """The values of a tensor that does not depend on ``inputs``, with zero gradients for these."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(each.shape, each.dtype, each.device) for each in inputs]
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *(torch.zeros(shape, dtype=kind, device=where) for shape, kind, where in ctx.like)
+
+
 _USES = "_zero_ext_uses"
 _Uses = list[Callable[[torch.Tensor], None]]
 
@@ -207,17 +220,21 @@ class ForwardHooks(Ending):
         if torch.is_grad_enabled() and not in_transform():
             self._watch_inputs(call, inputs)
 
-    def route(self, units: Sequence[Unit], index: torch.Tensor) -> None:
-        """Select the experts of ``units`` that the running call gathers: those that any rank has in
-        ``index``, the experts of its tokens. A collective."""
+    def route(self, units: Sequence[Unit], index: torch.Tensor, inputs: object) -> None:
+        """Select the experts of ``units`` that the running call, of ``inputs``, gathers: those that any rank
+        has in ``index``, the experts of its tokens. A collective."""
         if in_transform():
             return
-        first = units[0]
+        first, call = units[0], self.calls[-1]
+        if torch.is_grad_enabled():
+            call.connects = [each for each in tensors_in(inputs) if each.requires_grad]
+            if not call.connects and any(each.requires_grad for unit in units for each in unit.parameters):
+                call.connects = [torch.zeros((), device=index.device, requires_grad=True)]
         label = f"experts that tokens are routed to in {first.describe()}"
         reached = reached_experts(index, first.spec.experts, first.collectives, label)
         # With all of them the ordinary gather is one collective.
         if len(reached) < first.spec.experts:
-            self.calls[-1].routed.update(dict.fromkeys(units, reached))
+            call.routed.update(dict.fromkeys(units, reached))
 
     def leave(self, block: nn.Module, outputs: Any) -> Any:
         """End a call of ``block``, also when it raised; return what it shall return. Outputs that share
@@ -231,12 +248,18 @@ class ForwardHooks(Ending):
                 if any(shares_memory(tensor, self._storages) for tensor in tensors):
                     outputs = with_own_memory(outputs, self._storages)
                     tensors = list(tensors_in(outputs))
+                if call.connects and not any(tensor.requires_grad for tensor in tensors):
+                    # No token of this rank reaches an expert. Its backward still has to gather, as the other
+                    # ranks' backward does.
+                    outputs = _changed(outputs, lambda each: _Connected.apply(each, *call.connects), 8)
+                    tensors = list(tensors_in(outputs))
                 if torch.is_grad_enabled() and not forward_only:
                     self._watch_outputs(call, tensors, outputs)
                     if not recomputing:
                         self._backward.expect(call)
             return outputs
         finally:
+            call.connects = []
             if recomputing:
                 # The gradients of this call are still to come. Hooks on its inputs
                 # release it, or the end of the pass.

@@ -234,7 +234,8 @@ def _install_block_hooks(
                 alive.enter(block, name, (args, kwargs))
                 if routing is not None:
                     routed = [unit for each in routing.units if (unit := each()) is not None]
-                    alive.route(routed, routing.experts.index_in(name, args, kwargs))
+                    index = routing.experts.index_in(name, args, kwargs)
+                    alive.route(routed, index, (args, kwargs))
             for parameter in read_at_entry:
                 touch(parameter)
 

@@ -33,18 +33,28 @@ class GatherOrder(Generic[U]):
         self._last: list[U] = []  # the pass before this one
         self._cursor = 0
         self._then = then
+        self._routed = self._routed_before = (
+            0  # needs of units with routed experts, in this pass and the last
+        )
         self.repeats = False
 
     def begin(self, repeats: bool = False) -> None:
         """Start a pass; ``repeats`` if another one like it will follow."""
         self.repeats = repeats
         self._trace = []
-        self._cursor = 0
+        self._cursor = self._routed = 0
+
+    @property
+    def expects_routed(self) -> bool:
+        """Return whether the pass before this one needed units with routed experts more often."""
+        return self._routed < self._routed_before
 
     def needed(self, unit: U) -> list[U]:
         """Note that ``unit`` is needed now; the units that were expected before it."""
         if unit.spec.experts:
-            return []  # Nothing gathers it ahead: the next pass may be routed to other experts.
+            # Nothing gathers it ahead, because the next pass may be routed to other experts.
+            self._routed += 1
+            return []
         self._trace.append(unit)
         for position in range(self._cursor, len(self._recorded)):
             if self._recorded[position] is unit:
@@ -55,6 +65,7 @@ class GatherOrder(Generic[U]):
     def finish(self) -> None:
         """End a pass: what was needed in it may be expected from now on."""
         trace, last, self._last = self._trace, self._last, self._trace
+        self._routed_before = self._routed
         # A block that is called by itself is no pass of the model.
         if len(trace) > 1 or not self._recorded:
             if self.repeats or trace == last or len(trace) > len(self._recorded):
@@ -218,7 +229,8 @@ class Prefetcher(Generic[U]):
     def expects_gathers(self) -> bool:
         """Return whether the running backward pass will gather units, as far as its order is known."""
         left = (UnitState.RELEASED, UnitState.FETCHING)
-        return any(unit.state in left for unit in self.backward_order.upcoming())
+        order = self.backward_order
+        return order.expects_routed or any(unit.state in left for unit in order.upcoming())
 
     def begin_backward(self) -> None:
         """At the beginning of a backward pass: releases what a forward has left for anything else. Updates
