@@ -9,7 +9,7 @@ import torch
 from zero_ext.offload import COMPLETED, CopyHandle
 from zero_ext.offload.shard_storage import ShardStorage
 from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec
-from zero_ext.zero.units.placeholder import blanks
+from zero_ext.zero.units.placeholder import has_nan
 
 Ranges = list[tuple[int, int]]  # first element, and the one after the last; ascending
 
@@ -45,10 +45,13 @@ class ExpertRanges:
         return merged(found + (self._shared if shared else []))
 
     def blank_others(self, flat: torch.Tensor, experts: frozenset[int]) -> None:
-        """Fill the ranges of all experts but ``experts`` with NaN, and the padding with zeros."""
-        nothing = blanks(1, flat.dtype, flat.device)
-        for begin, end in self.of(self.everyone - experts, shared=False):
-            flat[begin:end] = nothing
+        """Fill the ranges of all experts but ``experts`` with NaN (0 in other dtypes), and padding with 0."""
+        others = torch.tensor(sorted(self.everyone - experts), dtype=torch.int64, device=flat.device)
+        count, itemsize, memory = len(self.everyone), flat.itemsize, flat.view(torch.uint8)
+        for offset, size in self._stacked:
+            rows = memory.narrow(0, offset * itemsize, count * size * itemsize).view(count, -1)
+            # These bytes are NaN in every floating-point dtype.
+            rows.index_fill_(0, others, 255 if has_nan(flat.dtype) else 0)
         for begin, end in self._layout.gaps:
             flat[begin:end].zero_()
 
