@@ -94,6 +94,9 @@ class Batch(NamedTuple):
         losses = [self.loss_on(model, rank) for rank in range(len(self.words))]
         return torch.stack(losses).mean()
 
+    def to(self, device: str) -> Batch:
+        return Batch([each.to(device) for each in self.words], [each.to(device) for each in self.routes])
+
     def reached(self) -> set[int]:
         return {each for routes in self.routes for each in routes.flatten().tolist() if each < EXPERTS}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from typing import Any
 
@@ -27,8 +26,13 @@ from tests.zero.unshard.stacked_mixtures import (
     sent_bytes,
     twin_of,
 )
+from zero_ext.comm import Collectives
+from zero_ext.comm.process_group import make_collectives
+from zero_ext.config import UnitConfig, ZeroConfig
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
 from zero_ext.zero import engine_of
+from zero_ext.zero.construction.model_checks import check_routed_experts
+from zero_ext.zero.units.parameter_marks import mark_experts_of
 
 # Experts that the tokens of each rank reach, of three ranks.
 REACHES: dict[str, list[list[int]]] = {
@@ -226,8 +230,32 @@ def test_what_cannot_be_routed_is_refused(case: str) -> None:
     assert expected in str(refusal.value)
 
 
+def _refusal(model: nn.Module, model_ranks: Collectives | None = None) -> str:
+    with pytest.raises(ValueError, match=r"^units\.experts: expected for 'routed' ") as refusal:
+        check_routed_experts(model, ZeroConfig(units=UnitConfig(experts="routed")), False, model_ranks)
+    return str(refusal.value)
+
+
+def test_experts_on_other_ranks_are_refused() -> None:
+    model = MixtureModel(seed=1)
+    experts = model.get_submodule("layers.1.experts")
+    mark_experts_of(experts, (0, 1))
+    assert "got 'layers.1.experts' with experts split or spread over ranks" in _refusal(model)
+
+
+@on_ranks(2)
+def test_model_parallel_ranks_refuse_together(world: World) -> None:
+    ranks = make_collectives(world.group, 20.0)
+    models = MixtureModel(world.seed), _Listed(), nn.Linear(2, 2)
+    others = _refusal(models[world.rank], ranks)
+    assert ("others on another model-parallel rank", "'' with experts in a list")[world.rank] in others
+    assert "got none" in _refusal(models[2], ranks)
+    settings = ZeroConfig(units=UnitConfig(experts="routed"))
+    check_routed_experts(models[2 * world.rank], settings, False, ranks)  # one of them has a mixture
+
+
 def test_a_call_without_routes_is_refused() -> None:
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack():
+    with tempfile.TemporaryDirectory() as folder:
         offload = {"params": "nvme", "nvme_paths": [folder]}
         model, _ = zero_ext.prepare(
             MixtureModel(seed=1), None, {"stage": 3, "units": ROUTED, "offload": offload}
