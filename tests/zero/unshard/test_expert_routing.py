@@ -123,7 +123,7 @@ def test_other_experts_read_as_nan_inside_forward_and_in_full_outside(world: Wor
     model, _ = prepared_mixture(world, plain)
     seen: list[torch.Tensor] = []
     experts = model.module.layers[0].experts
-    experts.register_forward_hook(lambda module, *_: seen.append(module.up_proj.detach().clone()))
+    experts.register_forward_pre_hook(lambda module, *_: seen.append(module.up_proj.detach().clone()))
     batch_of(world.seed, [[2], [6]]).loss_on(model, world.rank)
     inside = seen[0].isnan().flatten(1).all(1).tolist()
     assert inside == [number not in (2, 6) for number in range(EXPERTS)]
@@ -144,7 +144,7 @@ def test_a_read_of_all_experts_during_a_call_gathers_the_rest(world: World) -> N
         with zero_ext.gathered(module.up_proj):
             seen.append(module.up_proj.detach().clone())
 
-    model.module.layers[0].experts.register_forward_hook(read)
+    model.module.layers[0].experts.register_forward_pre_hook(read)
     gathered_elements(model)
     batch_of(world.seed, [[2], [6]]).loss_on(model, world.rank)
     assert torch.equal(seen[0], values)

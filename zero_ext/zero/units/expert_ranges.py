@@ -78,7 +78,14 @@ def fetch_ranges(storage: ShardStorage, own: torch.Tensor, first: int, ranges: R
     blocks = merged(
         (begin // grain * grain, -(-end // grain) * grain) for begin, end in inside if begin < end
     )
-    copies = [storage.fetch(own[begin : min(end, numel)], begin) for begin, end in blocks]
+    copies: list[CopyHandle] = []
+    try:
+        for begin, end in blocks:
+            copies.append(storage.fetch(own[begin : min(end, numel)], begin))
+    except RuntimeError:
+        # The caller reuses the memory, into which the copies before this one still write.
+        _Copies(copies).wait_source()
+        raise
     copies = [copy for copy in copies if copy is not COMPLETED]
     return _Copies(copies) if copies else COMPLETED
 

@@ -33,9 +33,8 @@ class GatherOrder(Generic[U]):
         self._last: list[U] = []  # the pass before this one
         self._cursor = 0
         self._then = then
-        self._routed = self._routed_before = (
-            0  # needs of units with routed experts, in this pass and the last
-        )
+        # How often units with routed experts were needed, in this pass and in the last one.
+        self._routed = self._routed_before = 0
         self.repeats = False
 
     def begin(self, repeats: bool = False) -> None:
