@@ -32,7 +32,7 @@ class BlockCall:
         self.touched: list[Unit] = []
         self.rereads: list[Unit] = []
         self.routed: dict[Unit, ExpertSelection] = {}
-        self.connects: list[torch.Tensor] = []  # inputs that outputs depend on, even of a call without tokens
+        self.joins_backward = False  # even where its outputs depend on nothing that is differentiated
         self.inputs = 0
         self.has_leaf_inputs = False
         self.awaited = 0

@@ -142,16 +142,18 @@ class _OwnMemory(torch.autograd.Function):
 
 
 class _Connected(torch.autograd.Function):
-    """The values of a tensor that does not depend on ``inputs``, with zero gradients for these."""
+    """The values of a tensor, in the graph of a ``leaf``, to which it gives no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.like = [(each.shape, each.dtype, each.device) for each in inputs]
+    def forward(ctx: Any, tensor: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(leaf)
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *(torch.zeros(shape, dtype=kind, device=where) for shape, kind, where in ctx.like)
+        # A checkpointed call runs again where backward reads what it saved, so on all ranks or on none.
+        _ = ctx.saved_tensors
+        return None, None
 
 
 _USES = "_zero_ext_uses"
@@ -227,9 +229,8 @@ class ForwardHooks(Ending):
             return
         first, call = units[0], self.calls[-1]
         if torch.is_grad_enabled():
-            call.connects = [each for each in tensors_in(inputs) if each.requires_grad]
-            if not call.connects and any(each.requires_grad for unit in units for each in unit.parameters):
-                call.connects = [torch.zeros((), device=index.device, requires_grad=True)]
+            differentiated = (*tensors_in(inputs), *(each for unit in units for each in unit.parameters))
+            call.joins_backward = any(each.requires_grad for each in differentiated)
         label = f"experts that tokens are routed to in {first.describe()}"
         reached = reached_experts(index, first.spec.experts, first.collectives, label)
         # With all of them the ordinary gather is one collective.
@@ -248,10 +249,12 @@ class ForwardHooks(Ending):
                 if any(shares_memory(tensor, self._storages) for tensor in tensors):
                     outputs = with_own_memory(outputs, self._storages)
                     tensors = list(tensors_in(outputs))
-                if call.connects and not any(tensor.requires_grad for tensor in tensors):
+                if call.joins_backward and not any(tensor.requires_grad for tensor in tensors):
                     # No token of this rank reaches an expert. Its backward still has to gather, as the other
-                    # ranks' backward does.
-                    outputs = _changed(outputs, lambda each: _Connected.apply(each, *call.connects), 8)
+                    # ranks' backward does. A gradient for the inputs would reach the router, which has none
+                    # in one process.
+                    leaf = torch.zeros((), requires_grad=True)
+                    outputs = _changed(outputs, lambda each: _Connected.apply(each, leaf), 8)
                     tensors = list(tensors_in(outputs))
                 if torch.is_grad_enabled() and not forward_only:
                     self._watch_outputs(call, tensors, outputs)
@@ -259,7 +262,6 @@ class ForwardHooks(Ending):
                         self._backward.expect(call)
             return outputs
         finally:
-            call.connects = []
             if recomputing:
                 # The gradients of this call are still to come. Hooks on its inputs
                 # release it, or the end of the pass.
