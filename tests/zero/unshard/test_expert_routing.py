@@ -87,7 +87,7 @@ def test_training_is_that_of_one_process(world: World, checkpoints: bool, micro_
         for micro in range(micro_batches):
             batch = batch_of(world.seed + step, reaches[(step + micro) % len(reaches)][: world.size])
             loss, expected = batch.loss_on(model, world.rank), batch.mean_loss(twin)
-            model.backward(loss)
+            model.backward(loss / micro_batches)
             (expected / micro_batches).backward()
             mean = sum(world.everyone(loss.item())) / world.size
             assert abs(mean - expected.item()) <= 1e-5 * expected.item(), f"step {step}, seed {world.seed}"
