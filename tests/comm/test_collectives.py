@@ -44,16 +44,16 @@ def test_gather(world: World, dtype: str) -> None:
 def test_gather_of_ranges(world: World, dtype: str, ranges: list[tuple[int, int]]) -> None:
     collectives = make_collectives(world.group, 20.0)
     kind, numel = getattr(torch, dtype), 24
-    whole = values_of(world.seed, 0, numel, kind)
+    expected = values_of(world.seed, 0, numel, kind)
     each = numel // world.size
     own = slice(world.rank * each, (world.rank + 1) * each)
     flat = torch.full((numel,), float("nan"), dtype=kind)
-    flat[own] = whole[own]
+    flat[own] = expected[own]
     inside = torch.zeros(numel, dtype=torch.bool)
     for begin, end in ranges:
         inside[begin:end] = True
     collectives.gather_ranges(flat, ranges, "gather", "test").wait()
-    assert torch.equal(flat[inside], whole[inside])
+    assert torch.equal(flat[inside], expected[inside])
     inside[own] = True
     assert flat[~inside].isnan().all()
     sent = sum(world.everyone(collectives.traffic.bytes_sent["gather"]))

@@ -244,7 +244,7 @@ def test_experts_on_other_ranks_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_model_parallel_ranks_refuse_together(world: World) -> None:
+def test_model_parallel_ranks_refuse_alike(world: World) -> None:
     ranks = make_collectives(world.group, 20.0)
     models = MixtureModel(world.seed), _Listed(), nn.Linear(2, 2)
     others = _refusal(models[world.rank], ranks)

@@ -231,14 +231,18 @@ def _check_full_tensors(
 
 
 def check_experts(
+    model: nn.Module,
     owned: Sequence[OwnedParameter],
     tiling: Mapping[str, int],
     optimizer: torch.optim.Optimizer | None,
     settings: ZeroConfig,
     groups: RankGroups,
+    is_compiled: bool,
+    model_ranks: Collectives | None,
 ) -> None:
-    """Refuse experts on other ranks than those of the mesh, and features that need equal parameters. Raises
-    ``ValueError`` on all ranks."""
+    """Refuse experts on other ranks than those of the mesh, features that need equal parameters, and what
+    :func:`check_routed_experts` does. Raises ``ValueError`` on all ranks."""
+    check_routed_experts(model, settings, is_compiled, model_ranks)
     experts = [item for item in owned if expert_ranks(item.parameter)]
     if not experts:
         return

@@ -253,7 +253,7 @@ class ForwardHooks(Ending):
                     # No token of this rank reaches an expert. Its backward still has to gather, as the other
                     # ranks' backward does. A gradient for the inputs would reach the router, which has none
                     # in one process.
-                    leaf = torch.zeros((), requires_grad=True)
+                    leaf = torch.zeros((), device="cpu", requires_grad=True)
                     outputs = _changed(outputs, lambda each: _Connected.apply(each, leaf), 8)
                     tensors = list(tensors_in(outputs))
                 if torch.is_grad_enabled() and not forward_only:
