@@ -155,14 +155,14 @@ def model_duel(name: str, tokens: int, lengths: Sequence[int]) -> Duel:
         loss = model(input_ids=words, position_ids=positions, labels=words).loss
         loss.backward()
         model.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     def alone() -> float:
         found = 0.0
         for document in words.split(list(lengths), 1):
             loss = twin(input_ids=document, labels=document).loss * ((document.shape[1] - 1) / counted)
             loss.backward()
-            found += float(loss)
+            found += float(loss.detach())
         twin.zero_grad()
         return found
 

@@ -202,7 +202,7 @@ def test_a_step_with_refused_settings_can_be_made_again(world: World) -> None:
 
     def trained(refused: bool) -> Any:
         torch.manual_seed(world.seed)
-        model, optimizer = prepared_for(world, ChosenBlocks(), 2, maker(True), **config)
+        model, optimizer = prepared_for(world, ChosenBlocks(), 2, maker(True, muon=True), **config)
         for step in range(3):
             backward_of(world, model, Case(), step)
             if refused and step == 1:
