@@ -53,7 +53,7 @@ class BlockMap(NamedTuple):
         shape = tuple(shape)
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         block = Block((0,) * len(shape), shape, key, 0, strides)
-        return cls(shape, (block,) if math.prod(shape) else ())
+        return cls(shape, (block,))
 
     @property
     def keys(self) -> list[str]:
@@ -102,7 +102,7 @@ class BlockMap(NamedTuple):
         UnsupportedConversion if blocks do not become blocks by it.
         """
         shape = tuple(shape)
-        if not self.blocks:
+        if 0 in shape:
             return BlockMap(shape, ())
         target = [size for size in shape if size > 1]
         used = [dim for dim, size in enumerate(self.shape) if size > 1]

@@ -1,4 +1,4 @@
-"""A tensor of files without its values, for functions that rearrange tensors: it records where elements go."""
+"""A tensor of files without its values. Functions that rearrange it record where its elements go."""
 
 from __future__ import annotations
 
