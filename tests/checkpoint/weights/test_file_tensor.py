@@ -62,9 +62,7 @@ REARRANGED: dict[str, Callable[[Any, Any, Any], torch.Tensor]] = {
     "another dimension": lambda gates, ups, fused: gates[0].unsqueeze(1),
     "flat": lambda gates, ups, fused: fused.transpose(0, 1).reshape(-1),
     "regrouped": lambda gates, ups, fused: fused.transpose(0, 2).reshape(2, COLUMNS * ROWS * EXPERTS // 2),
-    "rope": lambda gates, ups, fused: (
-        gates[0].view(2, 1, 2, COLUMNS).transpose(1, 2).reshape(ROWS, COLUMNS)
-    ),
+    "rope": lambda gates, ups, fused: gates[0].view(2, 1, 2, COLUMNS).transpose(1, 2).reshape(ROWS, COLUMNS),
     "nothing": lambda gates, ups, fused: fused[:, :0].contiguous(),
 }
 

@@ -144,10 +144,13 @@ def test_transposed_experts(world: World) -> None:
     with shared_folder(world) as folder:
         if world.rank == 0:
             vision_mixture(world.seed).save_pretrained(folder)
-            rewrite(folder, lambda tensors: {
-                key: value.transpose(1, 2).contiguous() if ".experts." in key else value
-                for key, value in tensors.items()
-            })
+            rewrite(
+                folder,
+                lambda tensors: {
+                    key: value.transpose(1, 2).contiguous() if ".experts." in key else value
+                    for key, value in tensors.items()
+                },
+            )
         world.barrier()
         expected = kind.from_pretrained(folder).state_dict()
         made = vision_mixture(world.seed).state_dict()
@@ -282,7 +285,9 @@ def test_above_the_shards_is_at_most_one_layer_of_experts(world: World, dtype: t
             mixture_of("mixtral", world.seed).to(dtype).save_pretrained(folder / "tiny")
             del large
         world.barrier()
-        from_pretrained(MixtralForCausalLM, folder / "tiny", {"stage": 3})  # what is imported and allocated once
+        from_pretrained(
+            MixtralForCausalLM, folder / "tiny", {"stage": 3}
+        )  # what is imported and allocated once
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = resident("VmHWM")

@@ -47,7 +47,8 @@ def from_pretrained(
     """Load the model in `folder` with parameters initialized as shards; a collective of all ranks.
 
     Each rank reads the bytes of its own shards, in chunks, into the tier that `zero_config` names,
-    so no rank holds the model, whatever its size. It goes to `ZeroTrainer` or [`prepare`][zero_ext.prepare]
+    so no rank holds the model, whatever its size. Experts that the files hold one by one are stacked, and
+    matrices concatenated or transposed, on the way. The model goes to `ZeroTrainer` or [`prepare`][zero_ext.prepare]
     with the same configuration. Parameters that the files lack (a new head) are initialized as the model's
     class does, each in full, and named in a warning. `resize_token_embeddings` works on it as on any model.
     Stages below 3 keep full parameters.
@@ -68,8 +69,8 @@ def from_pretrained(
     Raises:
         CheckpointError: weights are missing, damaged or hostile.
         TypeError: no class of models, or a setting that nothing takes.
-        ValueError: shapes do not fit, the folder holds a model of another class, the weights are quantized,
-            or the class puts its weights together from others of the files.
+        ValueError: shapes do not fit, experts are missing or there twice, the folder holds a model of another
+            class, the weights are quantized, or the class computes with values of the files.
         ConfigError: `zero_config` cannot be used.
     """
     chosen = load_settings(zero_config)

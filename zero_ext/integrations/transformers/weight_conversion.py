@@ -40,7 +40,8 @@ class ConvertedWeights:
 
     def used_rules(self) -> list[Any]:
         """Return the conversions that some tensor of the files needed: saving the model reverts them."""
-        return [rule for rule in self._rules if rule.was_used()]
+        # The oldest supported releases do not record it, and revert all.
+        return [rule for rule in self._rules if not hasattr(rule, "was_used") or rule.was_used()]
 
     def __call__(self, files: WeightFiles) -> NamedTensors:
         """Return the tensors of the model by name.
