@@ -122,7 +122,7 @@ def test_ranges_have_the_values_that_torch_makes(
 
 
 def test_only_the_ranges_of_a_slice_are_read(tmp_path: Path) -> None:
-    """Of experts in runs exactly the bytes of the slice, of transposed ones those of the experts it touches."""
+    """Of experts in runs exactly the bytes of the slice, of transposed ones all bytes of what it touches."""
     values, files = written(tmp_path, torch.float32, random.randrange(2**32))
     symbols = {key: FileTensor(BlockMap.stored(key, each.shape), each.dtype) for key, each in values.items()}
     half = EXPERTS * ROWS * COLUMNS

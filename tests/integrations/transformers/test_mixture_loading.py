@@ -266,7 +266,7 @@ def test_quantized_experts_are_refused(world: World) -> None:
             config["quantization_config"] = {"quant_method": "mxfp4"}
             (folder / "config.json").write_text(json.dumps(config))
         world.barrier()
-        with pytest.raises(ValueError, match="expected plain weights, got quantized ones .mxfp4."):
+        with pytest.raises(ValueError, match=r"expected plain weights, got .*mxfp4"):
             from_pretrained(AutoModelForCausalLM, folder, {"stage": 3})
 
 

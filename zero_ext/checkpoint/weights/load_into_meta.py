@@ -60,9 +60,9 @@ def load_into_meta(
     ``path`` has safetensors as :func:`zero_ext.load_weights` takes them, ``config`` is for ``prepare``,
     ``naming`` leads from the files found to tensors by their names in the model, each of one tensor of the
     files or assembled from several. Returns the first names of the parameters and buffers without values in
-    the files, still on the meta device, and what the files have besides the model's. CheckpointError if a file is missing, damaged or hostile, ValueError if
-    shapes or dtypes do not fit or the files have nothing of the model, RuntimeError if another rank or
-    storage failed. The model is to be built again then.
+    the files, still on the meta device, and what the files have besides the model's. CheckpointError if a
+    file is missing, damaged or hostile, ValueError if shapes or dtypes do not fit or the files have nothing
+    of the model, RuntimeError if another rank or storage failed. The model is to be built again then.
     """
     with torch.device("cpu"):
         join_world(config.timeout_seconds)

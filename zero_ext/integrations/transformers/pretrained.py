@@ -48,9 +48,10 @@ def from_pretrained(
 
     Each rank reads the bytes of its own shards, in chunks, into the tier that `zero_config` names,
     so no rank holds the model, whatever its size. Experts that the files hold one by one are stacked, and
-    matrices concatenated or transposed, on the way. The model goes to `ZeroTrainer` or [`prepare`][zero_ext.prepare]
-    with the same configuration. Parameters that the files lack (a new head) are initialized as the model's
-    class does, each in full, and named in a warning. `resize_token_embeddings` works on it as on any model.
+    matrices concatenated or transposed, on the way. The model goes to `ZeroTrainer` or
+    [`prepare`][zero_ext.prepare] with the same configuration. Parameters that the files lack (a new head) are
+    initialized as the model's class does, each in full, and named in a warning. `resize_token_embeddings`
+    works on it as on any model.
     Stages below 3 keep full parameters.
 
     Args:
