@@ -44,9 +44,8 @@ class RangeRead(NamedTuple):
 
         They are valid until the next chunk is read, and of ``dtype`` if several chunks are assembled.
         """
-        first = self.copies[0]
-        if first.chunk.size == self.numel * first.dtype.itemsize and first.strides == first.target_strides:
-            return next(data).view(first.dtype)
+        if len(self.copies) == 1 and self.copies[0].strides == self.copies[0].target_strides:
+            return next(data).view(self.copies[0].dtype)
         assembled = torch.empty(self.numel, dtype=dtype, device="cpu")
         for copy in self.copies:
             stored = next(data).view(copy.dtype).as_strided(copy.shape, copy.strides)
