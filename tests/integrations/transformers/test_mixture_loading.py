@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import zero_ext
 from tests.integrations.transformers.mixtures import FAMILIES, mixture_of
@@ -26,7 +28,7 @@ from tests.integrations.transformers.models import enter, shared_folder
 from tests.integrations.transformers.test_pretrained import resident
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.integrations.transformers import from_pretrained
+from zero_ext.integrations.transformers import from_pretrained, weight_conversion
 from zero_ext.integrations.transformers.model_patches import mark_prepared
 from zero_ext.integrations.transformers.streamed_saving import can_stream
 
@@ -221,7 +223,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "a matrix is missing everywhere": (
         without(*(f"{FIRST}{number}.w3.weight" for number in range(8))),
-        r"gate_up_proj': expected shape \(8, 32, 16\), got \(8, 16, 16\)",
+        r"gate_up_proj': expected experts 0 to 7 in '.*w3.*', got none",
     ),
     "an expert has a number twice": (
         lambda tensors: {**tensors, f"{FIRST}03.w2.weight": torch.zeros(16, 16)},
@@ -232,8 +234,22 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         r"layers\.0\.mlp\.experts\.down_proj': expected it once, got '.*w2\.weight'.* and 7 others",
     ),
     "one expert more": (with_one_more, r"expected shape \(8, .*got \(9, "),
-    "another shape": (with_wrong_shape, r"gate_up_proj': it cannot be assembled from .*\[16, 15\]"),
+    "another shape": (with_wrong_shape, r"5\.w3\.weight': expected shape \(16, 16\) .*, got \(16, 15\)"),
     "other shapes": (with_wrong_shapes, r"down_proj': expected shape \(8, 16, 16\), got \(8, 16, 15\)"),
+    "rows that do not match": (
+        lambda tensors: {
+            key: value[:-1].contiguous() if key.endswith("w3.weight") else value
+            for key, value in tensors.items()
+        },
+        r"gate_up_proj': expected shape \(8, 32, 16\), got \(8, 31, 16\)",
+    ),
+    "columns that do not match": (
+        lambda tensors: {
+            key: value[:, :-1].contiguous() if key.endswith("w3.weight") else value
+            for key, value in tensors.items()
+        },
+        r"gate_up_proj': it cannot be assembled from .*w1\.weight'.* and 14 others: Sizes of tensors",
+    ),
     "another type": (with_integers, r"gate_up_proj': expected torch.float32, got torch.int32"),
     "names that nothing converts": (
         renamed(".w2.weight", ".second.weight"),
@@ -256,6 +272,34 @@ def test_experts_that_do_not_fit_are_refused_on_all_ranks(world: World, damage: 
             from_pretrained(MixtralForCausalLM, folder, {"stage": 3})
 
 
+class Doubled(ConversionOps):
+    """A conversion that computes with values."""
+
+    reverse_op: Any = None
+
+    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
+        return {target_patterns[0]: next(iter(input_dict.values()))[0] * 2}
+
+
+@on_ranks(2)
+def test_a_conversion_that_computes_is_refused(world: World) -> None:
+    enter(world)
+    rule = WeightConverter("embed_tokens.weight", "embed_tokens.weight", [Doubled()])
+    with shared_folder(world) as folder:
+        if world.rank == 0:
+            mixture_of("mixtral", world.seed).save_pretrained(folder, save_original_format=False)
+        world.barrier()
+        with (
+            mock.patch.object(weight_conversion, "get_model_conversion_mapping", return_value=[rule]),
+            pytest.raises(ValueError, match=r"embed_tokens\.weight' is computed from .*mul.*zero_ext\.Init"),
+        ):
+            from_pretrained(MixtralForCausalLM, folder, {"stage": 3})
+        with zero_ext.Init({"stage": 3}):
+            model = MixtralForCausalLM.from_pretrained(folder)  # what the message says to do
+        expected = MixtralForCausalLM.from_pretrained(folder).state_dict()
+        assert_same(full_state(model, {"stage": 3}), expected, f"seed {world.seed}")
+
+
 @on_ranks(2)
 def test_quantized_experts_are_refused(world: World) -> None:
     enter(world)
@@ -271,9 +315,10 @@ def test_quantized_experts_are_refused(world: World) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_above_the_shards_is_at_most_one_layer_of_experts(world: World, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_above_the_shards_is_at_most_one_layer_of_experts(world: World, precision: str) -> None:
     enter(world)
+    dtype = getattr(torch, precision)
     width = 1024 if dtype == torch.bfloat16 else 512
     sizes = {"hidden_size": width, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8}

@@ -33,10 +33,10 @@ class FileTensor(torch.Tensor):
         made.blocks, made._meta = blocks, meta
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -89,11 +89,10 @@ def _t(args: Any, made: torch.Tensor) -> BlockMap:
 
 
 def _slice(args: Any, made: torch.Tensor) -> BlockMap:
-    tensor, dim, begin, _, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
-    if step != 1:
+    tensor, dim = args[0], args[1] if len(args) > 1 else 0
+    if len(args) > 4 and args[4] != 1:
         raise UnsupportedConversion("a slice with a step")
-    size = tensor.shape[dim]
-    begin = begin or 0
+    size, begin = tensor.shape[dim], (args[2] if len(args) > 2 else None) or 0
     begin = max(0, begin + size) if begin < 0 else min(begin, size)
     blocks: BlockMap = tensor.blocks
     return blocks.narrowed(dim % tensor.dim(), begin, made.shape[dim])

@@ -3,6 +3,7 @@ that are concatenated, matrices that are transposed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import deepcopy
 from typing import Any
 
@@ -22,6 +23,7 @@ from zero_ext.checkpoint.load_plan import refuse_misfits
 from zero_ext.checkpoint.weights.block_map import BlockMap, UnsupportedConversion
 from zero_ext.checkpoint.weights.file_tensor import FileTensor
 from zero_ext.checkpoint.weights.load_into_meta import NamedTensors
+from zero_ext.config.config_errors import clause_of
 
 _MOST_SHOWN = 8
 _FIX = "Load the files of this model."
@@ -50,15 +52,19 @@ class ConvertedWeights:
         that no conversion reads, or if a conversion computes with values.
         """
         sources: dict[str, _Sources] = {}
-        unexpected = []
+        unexpected: dict[str, str] = {}
         # Neighbors are stacked in this order, and some renamings need it.
         for key in sorted(files.tensors, key=dot_natural_key):
             name, pattern = self._renamed(key)
             if name not in self._shapes:
-                unexpected.append(key)
+                unexpected[key] = name
                 continue
             sources.setdefault(name, _Sources(name)).add(key, pattern)
-        problems = [each for one in sources.values() for each in one.problems(self._converters, self._shapes)]
+        problems = [
+            each
+            for one in sources.values()
+            for each in one.problems(self._converters, self._shapes[one.name].shape, files)
+        ]
         refuse_misfits("weights: they do not fit the model", problems, _FIX)
         made: dict[str, BlockMap] = {}
         for one in sources.values():
@@ -68,7 +74,7 @@ class ConvertedWeights:
                 made[target] = blocks
         refuse_misfits("weights: they do not fit the model", problems, _FIX)
         self._refuse_other_layouts(made, unexpected)
-        return NamedTensors(made, unexpected)
+        return NamedTensors(made, list(unexpected))
 
     def _renamed(self, key: str) -> tuple[str, str | None]:
         """Return the name in the model, and the pattern of the converter for it."""
@@ -104,22 +110,24 @@ class ConvertedWeights:
             ) from error
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"{sources.name!r}: it cannot be assembled from {sources.shown}: {error}. {_FIX}"
+                f"{sources.name!r}: it cannot be assembled from {sources.shown}: {clause_of(error)}. {_FIX}"
             ) from error
         return {
             name: (value[0] if isinstance(value, list) else value).blocks for name, value in found.items()
         }
 
-    def _refuse_other_layouts(self, made: dict[str, BlockMap], unexpected: list[str]) -> None:
+    def _refuse_other_layouts(self, made: dict[str, BlockMap], unexpected: dict[str, str]) -> None:
         """Raise ``ValueError`` if stacked experts are missing, and the files have others in their module.
 
-        Experts initialized anew would train without an error.
+        ``unexpected`` has names in the files, and the names that the model would have for them. Experts
+        initialized anew would train without an error.
         """
         for name, tensor in self._shapes.items():
             module = f"{name.rpartition('.')[0]}."
             if tensor.dim() < 3 or name in made or ".experts." not in f".{module}":
                 continue
-            others = [key for key in unexpected if module in f"{self._model.base_model_prefix}.{key}"]
+            prefix = self._model.base_model_prefix
+            others = [key for key, other in unexpected.items() if module in f"{prefix}.{other}"]
             if others:
                 raise ValueError(
                     f"{name!r}: expected it in the files, or experts that transformers converts to it, got "
@@ -156,28 +164,40 @@ class _Sources:
         """Return the one that has the patterns."""
         return next(each for each in converters if self.patterns.keys() & set(each.source_patterns))
 
-    def problems(self, converters: list[WeightConverter], shapes: dict[str, torch.Tensor]) -> list[str]:
-        """Return what keeps the tensors from being assembled."""
+    def problems(self, converters: list[WeightConverter], shape: torch.Size, files: WeightFiles) -> list[str]:
+        """Return what prevents a tensor of ``shape`` from being assembled."""
         if self.is_plain:
             return [] if len(self.keys) == 1 else [f"{self.name!r}: expected it once, got {self.shown}"]
         converter = self.converter(converters)
         if not self.patterns.keys() <= set(converter.source_patterns):
             return [f"{self.name!r}: expected it in one layout, got {self.shown}"]
-        numbers = {
-            pattern: _numbers(keys) for pattern, keys in self.patterns.items() if "*" in (pattern or "")
-        }
-        count = 1 + max((number for each in numbers.values() for number in each), default=0)
         first = converter.operations[0]
-        if isinstance(first, MergeModulelist) and len(converter.target_patterns) == 1:
-            count = max(count, shapes[self.name].shape[first.dim])
+        if not isinstance(first, MergeModulelist) or len(converter.target_patterns) > 1:
+            return []
         found = []
+        numbers = {pattern: _numbers(self.patterns.get(pattern, [])) for pattern in converter.source_patterns}
+        count = max(shape[first.dim], *(1 + max(each, default=0) for each in numbers.values()))
         for pattern, each in numbers.items():
             absent = sorted(set(range(count)) - set(each))
             twice = sorted(number for number in set(each) if each.count(number) > 1)
             if each and (absent or twice):
                 what = f"got none for {absent[:_MOST_SHOWN]}" if absent else f"got {twice} twice"
                 found.append(f"{self.name!r}: expected experts 0 to {count - 1} in '{pattern}', {what}")
+            elif pattern not in self.patterns:
+                found.append(f"{self.name!r}: expected experts 0 to {count - 1} in '{pattern}', got none")
+            found += _different_shapes(self.patterns.get(pattern, []), files)
         return found
+
+
+def _different_shapes(keys: list[str], files: WeightFiles) -> list[str]:
+    """Return what to say about tensors with another shape than most."""
+    shapes = {key: files.tensors[key][1].entry.shape for key in keys}
+    usual = Counter(shapes.values()).most_common(1)
+    return [
+        f"{key!r}: expected shape {usual[0][0]} as other experts have, got {shape}"
+        for key, shape in shapes.items()
+        if shape != usual[0][0]
+    ]
 
 
 def _numbers(keys: list[str]) -> list[int]:
