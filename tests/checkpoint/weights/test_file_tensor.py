@@ -121,8 +121,9 @@ def test_ranges_have_the_values_that_torch_makes(
                 assert torch.equal(found, flat[start:end]), f"seed {seed}, {start} to {end}"
 
 
-def test_only_the_ranges_of_a_slice_are_read(tmp_path: Path) -> None:
+def test_only_the_ranges_of_a_slice_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of experts in runs exactly the bytes of the slice, of transposed ones all bytes of what it touches."""
+    monkeypatch.setattr(block_reads, "_ASSEMBLED_ELEMENTS", 1)
     values, files = written(tmp_path, torch.float32, random.randrange(2**32))
     symbols = {key: FileTensor(BlockMap.stored(key, each.shape), each.dtype) for key, each in values.items()}
     half = EXPERTS * ROWS * COLUMNS
@@ -133,6 +134,8 @@ def test_only_the_ranges_of_a_slice_are_read(tmp_path: Path) -> None:
         reads = plan_reads(files, made.blocks, half, half)
         sizes = [copy.chunk.size for each in reads for copy in each.copies]
         assert 4 * half <= sum(sizes) <= most, name
+        # In memory is one expert: its gate and its up projection.
+        assert max(each.numel for each in reads) <= 2 * ROWS * COLUMNS, name
 
 
 @pytest.mark.parametrize(
