@@ -157,6 +157,6 @@ def test_computing_with_values_is_refused(compute: Callable[[torch.Tensor], obje
 def test_a_pattern_of_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_map, "MOST_BLOCKS", 5)
     fused = FileTensor(BlockMap.stored("fused", (EXPERTS, ROWS, COLUMNS)), torch.float32)
-    with pytest.raises(UnsupportedConversion, match="more than 5 blocks"):
+    with pytest.raises(UnsupportedConversion, match="at most 5 blocks"):
         fused.transpose(1, 2).reshape(EXPERTS, -1)
     assert math.prod(fused.shape) == EXPERTS * ROWS * COLUMNS

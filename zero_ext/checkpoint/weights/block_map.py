@@ -148,7 +148,10 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[in
 
 def _limited(blocks: Sequence[Block]) -> tuple[Block, ...]:
     if len(blocks) > MOST_BLOCKS:
-        raise UnsupportedConversion(f"more than {MOST_BLOCKS} blocks")
+        raise UnsupportedConversion(
+            f"conversion: expected at most {MOST_BLOCKS} blocks of elements, got {len(blocks)}. Load the "
+            "weights in full."
+        )
     return tuple(blocks)
 
 
@@ -175,7 +178,7 @@ def _spread(block: Block, positions: Sequence[int], count: int) -> Block:
 
 
 def _split(block: Block, dim: int, inner: int) -> Block:
-    """Return ``block`` with ``dim`` as two dimensions, of which the second has ``inner`` indexes."""
+    """Return ``block`` with ``dim`` as two dimensions. The second has ``inner`` indexes."""
     begin, length, stride = block.origin[dim], block.shape[dim], block.strides[dim]
     row, column = divmod(begin, inner)
     if column == 0 and length % inner == 0:
@@ -183,7 +186,10 @@ def _split(block: Block, dim: int, inner: int) -> Block:
     elif column + length <= inner:
         rows, columns = 1, length
     else:
-        raise UnsupportedConversion(f"{block.key!r} is cut inside of its rows")
+        raise UnsupportedConversion(
+            f"conversion: expected full rows of {inner} elements of {block.key!r}, got some. Load the weights "
+            "in full."
+        )
     return Block(
         (*block.origin[:dim], row, column, *block.origin[dim + 1 :]),
         (*block.shape[:dim], rows, columns, *block.shape[dim + 1 :]),

@@ -90,7 +90,7 @@ class _Region(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Whether the elements follow one another on both sides."""
+        """True if the elements follow one another on both sides."""
         return self.strides == self.target_strides == (1,)
 
     @property

@@ -45,7 +45,9 @@ class FileTensor(torch.Tensor):
     ) -> Any:
         rule = _RULES.get(func)
         if rule is None:
-            raise UnsupportedConversion(f"{func} computes with values")
+            raise UnsupportedConversion(
+                f"conversion: expected one that moves elements, got {func}. Load the weights in full."
+            )
         # Shapes, strides and errors are torch's own, of tensors on the meta device.
         metas, options = tree_map(_meta_of, (args, dict(kwargs or {})))
         made = func(*metas, **options)
@@ -91,7 +93,9 @@ def _t(args: Any, made: torch.Tensor) -> BlockMap:
 def _slice(args: Any, made: torch.Tensor) -> BlockMap:
     tensor, dim = args[0], args[1] if len(args) > 1 else 0
     if len(args) > 4 and args[4] != 1:
-        raise UnsupportedConversion("a slice with a step")
+        raise UnsupportedConversion(
+            f"conversion: expected slices without a step, got step {args[4]}. Load the weights in full."
+        )
     size, begin = tensor.shape[dim], (args[2] if len(args) > 2 else None) or 0
     begin = max(0, begin + size) if begin < 0 else min(begin, size)
     blocks: BlockMap = tensor.blocks

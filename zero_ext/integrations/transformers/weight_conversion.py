@@ -102,11 +102,11 @@ class ConvertedWeights:
         try:
             found = converter.convert(sources.name, model=self._model, config=self._model.config)
         except UnsupportedConversion as error:
-            kind = type(self._model).__name__
+            kind, reason = type(self._model).__name__, str(error).partition(". ")[0]
             raise ValueError(
-                f"{kind}: {sources.name!r} is computed from {sources.shown} ({error}), so it cannot be read "
-                f"shard by shard. Load it inside zero_ext.Init(config) with {kind}.from_pretrained(folder), "
-                "which needs memory for full tensors."
+                f"{kind}: {sources.name!r} cannot be read shard by shard from {sources.shown} ({reason}). Load it "
+                f"inside zero_ext.Init(config) with {kind}.from_pretrained(folder), which needs memory for full "
+                "tensors."
             ) from error
         except (RuntimeError, ValueError) as error:
             raise ValueError(
@@ -157,7 +157,7 @@ class _Sources:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no conversion is needed."""
+        """True if no conversion is needed."""
         return None in self.patterns
 
     def converter(self, converters: list[WeightConverter]) -> WeightConverter:
