@@ -187,8 +187,8 @@ def _split(block: Block, dim: int, inner: int) -> Block:
         rows, columns = 1, length
     else:
         raise UnsupportedConversion(
-            f"conversion: expected full rows of {inner} elements of {block.key!r}, got some. Load the weights "
-            "in full."
+            f"conversion: expected full rows of {inner} elements of {block.key!r}, got some. Load the "
+            "weights in full."
         )
     return Block(
         (*block.origin[:dim], row, column, *block.origin[dim + 1 :]),

@@ -104,9 +104,9 @@ class ConvertedWeights:
         except UnsupportedConversion as error:
             kind, reason = type(self._model).__name__, str(error).partition(". ")[0]
             raise ValueError(
-                f"{kind}: {sources.name!r} cannot be read shard by shard from {sources.shown} ({reason}). Load it "
-                f"inside zero_ext.Init(config) with {kind}.from_pretrained(folder), which needs memory for full "
-                "tensors."
+                f"{kind}: {sources.name!r} cannot be read shard by shard from {sources.shown} ({reason}). "
+                f"Load it inside zero_ext.Init(config) with {kind}.from_pretrained(folder), which needs "
+                "memory for full tensors."
             ) from error
         except (RuntimeError, ValueError) as error:
             raise ValueError(
