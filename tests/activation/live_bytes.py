@@ -18,12 +18,12 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        inputs = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         found = func(*args, **(kwargs or {}))
         self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
         for each in _tensors(found):
             storage = each.untyped_storage()
-            if storage._cdata not in given:
+            if storage._cdata not in inputs:
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
         return found

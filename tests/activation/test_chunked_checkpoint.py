@@ -87,8 +87,8 @@ def test_random_numbers_are_those_of_the_first_run() -> None:
         with streams.fork():
             return nn.functional.dropout(module(chunk), 0.5)
 
-    def plain(whole: Tensor) -> Tensor:
-        return torch.cat([function(each) for each in whole.tensor_split(4)])
+    def plain(full: Tensor) -> Tensor:
+        return torch.cat([function(each) for each in full.tensor_split(4)])
 
     found = []
     checkpointing = zero_ext.activation.ActivationCheckpointing(streams=streams)
@@ -148,7 +148,7 @@ def test_memory_is_that_of_a_chunk(train: bool) -> None:
     for chunk, nbytes in found.items():
         assert nbytes <= 4 * chunk * inner * 4 + narrow + weights
     assert found[1024] > found[256] > found[64]
-    assert peak(None, tokens, width, inner, train) > 2 * tokens * inner * 4 > 3 * found[256]
+    assert peak(None, tokens, width, inner, train) >= 2 * tokens * inner * 4 > 3 * found[256]
 
 
 def test_autograd_saves_the_input_alone() -> None:

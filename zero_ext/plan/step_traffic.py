@@ -216,7 +216,7 @@ def expert_exchange_bytes(
         bytes_per_token: bytes of a token's rows: experts per token × width × bytes of an element.
         ep_size: ranks that the experts are spread over.
         recomputed: whether backward runs the layer's forward again.
-        ranks_per_node: neighboring ranks of one node; None takes all ranks for those of one node.
+        ranks_per_node: neighboring ranks of one node. None: all ranks are in one.
 
     Returns:
         Bytes.

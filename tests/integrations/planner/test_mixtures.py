@@ -26,7 +26,7 @@ from zero_ext.plan.simulation.simulate import sent_in_step, tokens_sent
 from zero_ext.zero import engine_of
 
 STATE = ("params", "grads", "optimizer")
-MACHINE = MACHINES["dgx-a100"].replace(name="here", device_is_host=True)
+MACHINE = MACHINES["dgx-a100"].replace(name="tests", device_is_host=True)
 LENGTH = 16
 # Multiples of 32 elements, so that tensors need no padding.
 SIZES: dict[str, Any] = {

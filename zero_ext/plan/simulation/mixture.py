@@ -14,7 +14,7 @@ _ROWS, _INSIDE = 4, 8
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts in place of a layer's feed-forward part, each a gated network.
+    """Experts instead of a layer's feed-forward part, each a gated network.
 
     Attributes:
         experts: routed experts of a layer.
@@ -22,7 +22,7 @@ class Mixture:
         width: width of an expert's hidden layer.
         shared: width of the hidden layers of all shared experts, which every token passes; 0: there are none.
         gates: elements of a layer's gates of shared experts.
-        dense_layers: numbers of the layers that have a dense feed-forward part instead, from 0 on.
+        dense_layers: numbers of the layers with a dense feed-forward part, from 0 on.
         ep_size: ranks that the routed experts of a layer are spread over.
 
     Raises:

@@ -36,7 +36,7 @@ class _Parameter:
     The unit is gathered for the parameters ``gathered_for``, and in backward too where that ``rereads`` it.
     ``block`` are the parameters of its block, None outside blocks. Modules at both ends share what is
     ``tied``. ``rule`` is the optimizer that steps it, which the others of its unit have too. ``spread`` ranks
-    each have another one in its place.
+    each have another one.
     """
 
     elements: int
@@ -51,7 +51,7 @@ class _Parameter:
 
 class _Tensor(NamedTuple):
     """Elements of a tensor of a group, whether it is one of a matrix's tiles, whether a hidden matrix, and
-    the number of ranks that each have another one in its place."""
+    the number of ranks that each have another one."""
 
     elements: int
     tile: bool = False

@@ -371,7 +371,7 @@ class Transformer:
 def _with_experts(
     layer: TensorGroup, attention: tuple[int, ...], mixture: Mixture, hidden: int
 ) -> TensorGroup:
-    """Return ``layer`` with experts in place of its feed-forward part."""
+    """Return ``layer`` with experts instead of its feed-forward part."""
     return replace(
         layer,
         matrices=(*attention, *mixture.replicated(hidden)),
