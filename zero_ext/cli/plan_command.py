@@ -163,7 +163,7 @@ def _plan_layouts(options: PlanOptions) -> None:
 
     unused = {"--tokens": options.tokens, "--plot": options.plot, "--html": options.html}
     unused["--optimizer"] = None if options.optimizer == DEFAULT_OPTIMIZER else options.optimizer
-    unused["--ep"] = None if options.ep == 1 else options.ep
+    unused["--ep"] = None if options.ep == 1 else str(options.ep)
     unused["--objective"] = None if options.objective == "speed" else options.objective
     for option, value in unused.items():
         if value is not None:

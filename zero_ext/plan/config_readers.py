@@ -199,15 +199,11 @@ def _deepseek(keys: ConfigKeys) -> Transformer:
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     rope, value = keys.size("qk_rope_head_dim"), keys.size("v_head_dim")
     key, latent = keys.size("qk_nope_head_dim") + rope, keys.size("kv_lora_rank")
-    down, query = hidden, (hidden * heads * key,)
-    vectors = 2 * hidden + latent
-    if keys.has("q_lora_rank"):
-        down = keys.size("q_lora_rank")
-        query, vectors = (hidden * down, down * heads * key), vectors + down
-    if keys.flag("attention_bias", False):
-        vectors += latent + rope + hidden + (down if keys.has("q_lora_rank") else 0)
+    down = keys.size("q_lora_rank") if keys.has("q_lora_rank") else 0
+    vectors = 2 * hidden + latent + down
+    vectors += latent + rope + hidden + down if keys.flag("attention_bias", False) else 0
     attention = (
-        *query,
+        *((hidden * down, down * heads * key) if down else (hidden * heads * key,)),
         hidden * (latent + rope),
         latent * heads * (key - rope + value),
         heads * value * hidden,

@@ -231,7 +231,11 @@ LAYERS = "expected linear layers, activations, norms over the width and dropout,
     ("make", "config", "match"),
     [
         (lambda: nn.Linear(2, 2), {}, "expected a model of transformers, got Linear"),
-        (partial(model_of, "OPT", 0, ffn_dim=48, word_embed_proj_dim=32), {}, "expected blocks with a module"),
+        (
+            partial(model_of, "OPT", 0, ffn_dim=48, word_embed_proj_dim=32),
+            {},
+            "expected blocks with a module",
+        ),
         (lambda: mixture_of("mixtral", 0), {}, "that is no mixture of experts, got none"),
         (lambda: RwkvForCausalLM(RwkvConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2)), {}, LAYERS),
         (lambda: with_layer(nn.Conv1d(4, 4, 1)), {}, rf"{LAYERS} '\S+1.mlp.act_fn' \(Conv1d\)"),

@@ -344,8 +344,8 @@ class Transformer:
         out = hidden * width // self.tp_size
         shared = (attention - 2 * out) // 2
         # Gated models have queries, keys and values apart, the others in one matrix.
-        inputs = (out, shared, shared, out) if self.gated else (attention - out, out)
-        inputs = self.attention or inputs
+        usual = (out, shared, shared, out) if self.gated else (attention - out, out)
+        inputs = self.attention or usual
         projections = 3 if self.gated else 2
         layer = TensorGroup(
             (*inputs, *[feed_forward // projections] * projections),
