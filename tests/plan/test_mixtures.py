@@ -50,7 +50,7 @@ EXPERTS, TABLE = 32 * 8 * 3 * 4096 * 14336, 32000 * 4096
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
 def test_state_of_spread_experts(mixtral: ModelSpec, ep: int, stage: int) -> None:
-    """On 16 GPUs sharded state has as many bytes for any ``ep``. Other state is that of the rank's experts."""
+    """On 16 GPUs sharded state has as many bytes for any ``ep``, and other state is that of local experts."""
     model = mixtral.with_experts_over(ep).full_cost
     needs = memory_needs(model, Training(16, stage=stage), MACHINE).device
     total, rest = mixtral.parameters, mixtral.parameters - EXPERTS
@@ -65,8 +65,8 @@ def test_state_of_spread_experts(mixtral: ModelSpec, ep: int, stage: int) -> Non
 
 
 def test_a_step_sends_less_of_experts_and_more_of_tokens(mixtral: ModelSpec) -> None:
-    """Stage 3 gathers and reduces a share of the experts over a share of the ranks. It gathers the embedding and
-    the output matrix once."""
+    """Stage 3 gathers and reduces a share of the experts over a share of the ranks. It gathers the embedding
+    and the output matrix once."""
     training, policy = Training(16, activations="saved"), CommunicationConfig()
     rest = mixtral.parameters - EXPERTS
     for ep in (1, 2, 4, 8):
@@ -104,7 +104,7 @@ def test_flops_are_those_of_active_parameters(mixtral: ModelSpec) -> None:
         assert found.model_flops == pytest.approx(expected, rel=1e-6)
 
 
-def test_exchanges_take_time_on_the_link(mixtral: ModelSpec) -> None:
+def test_exchanges_use_the_link(mixtral: ModelSpec) -> None:
     """Where experts are on one rank each, the link carries their tokens and no parameters of theirs."""
     for activations, exchanges in (("saved", 4), ("recomputed", 6)):
         training = Training(8, activations=activations)

@@ -74,7 +74,7 @@ def checkpoint_in_chunks(
         if each.dim() < 2 or each.shape[:-1] != hidden.shape[:-1]:
             raise ValueError(
                 f"{name_of(function)}: expected tensors [..., tokens, width] with the same tokens, got "
-                f"{tuple(hidden.shape)} and {tuple(each.shape)}. Bind other arguments by functools.partial."
+                f"{tuple(hidden.shape)} and {tuple(each.shape)}. Pass other arguments by functools.partial."
             )
     leading = hidden.shape[:-1]
     tokens = leading.numel()

@@ -200,7 +200,7 @@ class Transformer:
         if self.mixture is not None and (self.tp_size, self.tiles) != (1, 1):
             raise ValueError(
                 f"tp_size, tiles: expected 1 with a mixture of experts, got {self.tp_size} and {self.tiles}. "
-                "Spread the experts by 'ep'."
+                "Use 'ep' to spread the experts."
             )
 
     @property
