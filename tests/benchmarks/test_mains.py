@@ -15,6 +15,7 @@ from benchmarks import (
     inference,
     lamb,
     load,
+    long_context,
     monitor,
     plan,
     simulation,
@@ -45,6 +46,15 @@ def test_lamb(concluded: Concluded) -> None:
         "torch",
     ]
     assert status == int(data["faster_by"] < lamb.PIPELINE_BAR)
+
+
+def test_long_context(concluded: Concluded) -> None:
+    data, status = concluded(long_context.main, 256, 512, 32, 3, "tiny", 2)
+    rows, memory = data["results"], data["memory"]
+    assert len(rows) == 6 and sum(data["documents"]) == 256
+    assert all(len(row["seconds"]["peer"]) == 2 and row["apart"] < 2**-7 for row in rows)
+    missed = not (all(row["met"] for row in rows) and all(data["memory_met"].values()))
+    assert set(memory) == {"float32", "bfloat16"} and status == int(missed)
 
 
 def test_compression(concluded: Concluded) -> None:

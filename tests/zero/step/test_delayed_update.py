@@ -195,6 +195,33 @@ def test_misuse_is_refused(world: World) -> None:
 
 
 @on_ranks(1, 2)
+def test_a_step_with_refused_settings_can_be_made_again(world: World) -> None:
+    section = {"optimizer": "host", "update_mode": "delayed", "staging_buffer_bytes": 1 << 20}
+    scale = {"initial_power": 8, "window": 2}
+    config = configuration(Case(dtype="fp16"), offload=section, loss_scale=scale)
+
+    def trained(refused: bool) -> Any:
+        torch.manual_seed(world.seed)
+        model, optimizer = prepared_for(world, ChosenBlocks(), 2, maker(True, muon=True), **config)
+        for step in range(3):
+            backward_of(world, model, Case(), step)
+            if refused and step == 1:
+                rate = optimizer.param_groups[0]["lr"]
+                optimizer.param_groups[0]["lr"] = float("nan")
+                with pytest.raises(ValueError, match="lr"):
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        model.finish_update()
+        return optimizer.state_dict()
+
+    found, wanted = trained(refused=True), trained(refused=False)
+    assert found["scalars"] == wanted["scalars"]
+    check_same(found["shards"], wanted["shards"])
+
+
+@on_ranks(1, 2)
 def test_writes_during_an_update_are_refused(world: World) -> None:
     def write(model: Any, value: float) -> None:
         with torch.no_grad():

@@ -374,11 +374,13 @@ class OptimizerStep:
         scale = gradient_scale(self._unscale(), findings.norm, self._clipping)
         # A delayed update of the step before uses the copies of gradients that ``run`` overwrites.
         self.finish()
+        if not overflow:
+            self._guarded(lambda: self.updates.run(scale, used))
         if self.scales_loss:
+            # Last, because ``run`` refuses settings and the step is then made again.
             self.scaler.update(overflow, self._name_overflow)
         if overflow:
             return True
-        self._guarded(lambda: self.updates.run(scale, used))
         if self.steps < self._delays_after:
             self.finish()
         if not (self._waits_for_flag or self.updates.in_progress):
