@@ -54,27 +54,66 @@ class Mixture:
             )
 
     def stacks(self, hidden: int) -> tuple[int, int]:
-        """Return elements of the routed experts' two stacks of matrices on one of ``ep_size`` ranks."""
+        """Return the sizes of the routed experts' two stacks of matrices on one of `ep_size` ranks.
+
+        Args:
+            hidden: width of the layer.
+
+        Returns:
+            Elements of each stack.
+        """
         matrix = self.experts // self.ep_size * hidden * self.width
         return 2 * matrix, matrix
 
     def replicated(self, hidden: int) -> tuple[int, ...]:
-        """Return elements of the matrices that every rank has: router, shared experts and their gates."""
+        """Return the sizes of the matrices that every rank has: router, shared experts and their gates.
+
+        Args:
+            hidden: width of the layer.
+
+        Returns:
+            Elements of each matrix.
+        """
         shared = (hidden * self.shared,) * _MATRICES if self.shared else ()
         return (hidden * self.experts, *shared, *((self.gates,) if self.gates else ()))
 
     def active(self, hidden: int) -> int:
-        """Return elements of the routed experts that one token passes in a layer."""
+        """Return the size of the routed experts that one token passes in a layer.
+
+        Args:
+            hidden: width of the layer.
+
+        Returns:
+            Elements.
+        """
         return self.per_token * _MATRICES * hidden * self.width
 
     def routed_activations(self, hidden: int) -> float:
-        """Return bytes per token that autograd saves of the routed experts, where these are equally busy."""
+        """Return what autograd saves of the routed experts, where these are equally busy.
+
+        Args:
+            hidden: width of the layer.
+
+        Returns:
+            Bytes per token.
+        """
         return float(self.per_token * (_ROWS * hidden + _INSIDE * self.width))
 
     def shared_activations(self) -> float:
-        """Return bytes per token that autograd saves of the shared experts."""
+        """Return what autograd saves of the shared experts.
+
+        Returns:
+            Bytes per token.
+        """
         return float(_INSIDE * self.shared)
 
     def exchanged(self, hidden: int) -> float:
-        """Return bytes per token in 16 bits that one all-to-all exchange moves, those that stay included."""
+        """Return what one all-to-all exchange moves in 16 bits, rows that stay on their rank included.
+
+        Args:
+            hidden: width of the layer.
+
+        Returns:
+            Bytes per token; 0 on one rank.
+        """
         return 2.0 * self.per_token * hidden if self.ep_size > 1 else 0.0
