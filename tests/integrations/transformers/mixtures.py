@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import zero_ext
 from tests.multi.rank import World
 
 VOCABULARY, EXPERTS, LENGTH = 48, 8, 6
@@ -153,14 +155,25 @@ def reached_experts(model: nn.Module, words: torch.Tensor) -> set[tuple[str, int
     return found
 
 
+Maker = Callable[[nn.Module], torch.optim.Optimizer]
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """With an epsilon that does not make rounding large where gradients are nothing."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
-def losses_alone(model: nn.Module, words: list[torch.Tensor], clip: float = float("inf")) -> list[float]:
+def muon_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Muon, its iterations in float32, for the stacks and the other matrices of the blocks."""
+    adamw = {"lr": 1e-2, "eps": 1e-3}
+    return zero_ext.Muon(model.parameters(), lr=2e-2, eps=1e-3, ns_dtype="fp32", adamw=adamw, module=model)
+
+
+def losses_alone(
+    model: nn.Module, words: list[torch.Tensor], clip: float = float("inf"), make: Maker = optimizer_of
+) -> list[float]:
     """Of one process with the samples of all ranks, gradients of a norm of at most ``clip``."""
-    optimizer, losses = optimizer_of(model), []
+    optimizer, losses = make(model), []
     for each in words:
         loss = model(input_ids=each, labels=each).loss
         loss.backward()

@@ -16,10 +16,12 @@ import zero_ext
 from tests.integrations.transformers.mixtures import (
     FAMILIES,
     VOCABULARY,
+    Maker,
     batches,
     losses_alone,
     mean_losses,
     mixture_of,
+    muon_of,
     optimizer_of,
     reached_experts,
 )
@@ -43,11 +45,16 @@ def mesh_of(ep: int) -> DeviceMesh:
 
 
 def steps_of(
-    world: World, made: nn.Module, mesh: DeviceMesh, config: dict[str, Any], words: list[torch.Tensor]
+    world: World,
+    made: nn.Module,
+    mesh: DeviceMesh,
+    config: dict[str, Any],
+    words: list[torch.Tensor],
+    make: Maker = optimizer_of,
 ) -> tuple[Any, list[float]]:
     """A prepared copy of a model after a step for each batch, and the means of the ranks' losses."""
     model = apply_expert_parallel(copy.deepcopy(made), mesh)
-    model, optimizer = zero_ext.prepare(model, optimizer_of(model), config, process_group=mesh)
+    model, optimizer = zero_ext.prepare(model, make(model), config, process_group=mesh)
     return model, mean_losses(world, model, optimizer, words)
 
 
@@ -96,6 +103,36 @@ def test_other_settings_have_the_losses_of_one_process(world: World, variant: st
     model, losses = steps_of(world, made, mesh_of(2), config, words)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0, msg=str(world.seed))
     assert_values(zero_ext.full_state_dict(model), alone.state_dict())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_muon_steps_the_matrices_of_each_expert(world: World, tier: str) -> None:
+    enter(world)
+    made, words = mixture_of("qwen3_moe", world.seed), batches(world.seed, world.size, STEPS)
+    alone = copy.deepcopy(made)
+    expected = losses_alone(alone, words, make=muon_of)
+    assert any(each.dim() == 3 for each in muon_of(made).param_groups[0]["params"])
+    with shared_folder(world) as folder:
+        offload = {"optimizer": tier, "nvme_paths": [str(folder)]} if tier == "nvme" else {}
+        for stage, ep in CASES:
+            config = {"stage": stage, "offload": offload}
+            model, losses = steps_of(world, made, mesh_of(ep), config, words, muon_of)
+            where = f"{stage}, {ep}, {world.seed}"
+            torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0, msg=where)
+            for name, value in zero_ext.full_state_dict(model).items():
+                torch.testing.assert_close(value, alone.state_dict()[name], rtol=0, atol=2e-3, msg=name)
+
+
+@on_ranks(4)
+def test_biases_of_experts_are_no_matrix_of_muons(world: World) -> None:
+    enter(world)
+    model = apply_expert_parallel(mixture_of("gpt_oss", world.seed), mesh_of(2))
+    with pytest.raises(ValueError, match=r"proj_bias': expected a stack \[experts, m, n\] of matrices"):
+        zero_ext.prepare(model, muon_of(model), {"stage": 2}, process_group=mesh_of(2))
+    for name, parameter in model.named_parameters():
+        parameter.use_muon = "bias" not in name and parameter.dim() > 1
+    zero_ext.prepare(model, muon_of(model), {"stage": 2}, process_group=mesh_of(2))
 
 
 @on_ranks(4)
@@ -257,8 +294,8 @@ def test_what_prepare_refuses_and_a_second_call(world: World) -> None:
     model = apply_expert_parallel(mixture_of("mixtral", world.seed), mesh_of(2))
     with pytest.raises(ValueError, match="got some that are spread already"):
         apply_expert_parallel(model, mesh_of(2))
-    muon = zero_ext.Muon(model.parameters(), lr=0.1, module=model)
-    with pytest.raises(ValueError, match="got Muon, which needs full tensors"):
-        zero_ext.prepare(model, muon, {"stage": 2}, process_group=mesh_of(2))
+    shampoo = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="got SGD, which needs full tensors"):
+        zero_ext.prepare(model, shampoo, {"stage": 2}, process_group=mesh_of(2), whole_tensors=True)
     with pytest.raises(ValueError, match=re.escape("with the 'ep' ranks")):
         zero_ext.prepare(model, optimizer_of(model), {"stage": 2}, process_group=mesh_of(4))

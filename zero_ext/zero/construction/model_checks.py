@@ -245,18 +245,38 @@ def check_experts(
             "communication.shard_group_size: expected None, as experts on several ranks are sharded over "
             f"those with the same ones, got {settings.communication.shard_group_size}. Leave it out."
         )
-    stacked = any(is_split(item.parameter) for item in experts)
-    if stacked and (needs_whole_tensors(optimizer) or steps_at_owners(optimizer)):
+    stacked = [item for item in experts if is_split(item.parameter)]
+    if stacked and steps_at_owners(optimizer):
         raise ValueError(
-            f"optimizer: expected one that updates elements by themselves with experts that "
+            f"optimizer: expected one that updates elements or matrices by themselves with experts that "
             f"apply_expert_parallel spread, got {type(optimizer).__name__}, which needs full tensors. Use "
-            "torch.optim.AdamW."
+            "torch.optim.AdamW or zero_ext.Muon."
         )
+    if optimizer is not None:
+        _check_stacks(stacked, optimizer)
     if needs_norms(optimizer):
         raise ValueError(
             f"optimizer: expected another one than {type(optimizer).__name__} with experts on several ranks, "
             "as it needs the norms of parameters and the ranks have different ones. Use torch.optim.AdamW."
         )
+
+
+def _check_stacks(stacked: Sequence[OwnedParameter], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse slices of one matrix with a row for each expert, such as biases, where the optimizer steps full
+    matrices. Raises ``ValueError``."""
+    full = {
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if steps_full_tensors(update_rule(optimizer, group))
+    }
+    for item in stacked:
+        if item.parameter in full and item.parameter.dim() < 3:
+            raise ValueError(
+                f"parameter '{item.spec.name}': expected a stack [experts, m, n] of matrices where "
+                f"{type(optimizer).__name__} steps experts that apply_expert_parallel spread, got shape "
+                f"{tuple(item.parameter.shape)}. Set its attribute use_muon to False."
+            )
 
 
 def _expert_problem(item: OwnedParameter, tiling: Mapping[str, int], ranks: tuple[int, ...]) -> str | None:

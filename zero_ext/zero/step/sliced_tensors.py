@@ -18,6 +18,7 @@ from zero_ext.zero.tiling.tiled_module import FullTensorMap, TileSlice
 from zero_ext.zero.units.dtensor_local import is_distributed, is_split
 from zero_ext.zero.units.flat_layout import ParameterSpec, in_memory_order
 from zero_ext.zero.units.master_weights import MasterShard
+from zero_ext.zero.units.parameter_marks import expert_ranks
 
 Span = tuple[int, int]
 
@@ -127,6 +128,9 @@ def sliced_tensors(
             if spec.name not in stepped:
                 continue
             tile, full, split = full_tensors.tile_slice(spec.name), spec, is_split(parameter)
+            if split and expert_ranks(parameter):
+                # Ranks with other experts of a stack have other matrices, each of them in full.
+                tile, split = None, False
             if tile is not None:
                 shape = full_shape(full_tensors, parameter, spec)
                 full = ParameterSpec(spec.name, shape, _row_major(shape), spec.dtype)
