@@ -80,6 +80,17 @@ class LossConfig(ConfigSection):
     chunk_tokens: Annotated[Literal["auto"] | Positive, BeforeValidator(_as_chunk)] = "auto"
 
 
+class MlpConfig(ConfigSection):
+    """Feed-forward networks in the blocks of transformers' models, computed in chunks of tokens.
+
+    Attributes:
+        chunk_tokens: largest number of tokens with intermediates in memory simultaneously. "auto" is the
+            width of the blocks, at least 256.
+    """
+
+    chunk_tokens: Annotated[Literal["auto"] | Positive, BeforeValidator(_as_chunk)] = "auto"
+
+
 class LossScaleConfig(ConfigSection):
     """Loss scaling, used with fp16 parameters only.
 

@@ -20,6 +20,7 @@ from zero_ext.config.training import (
     CheckpointConfig,
     LossConfig,
     LossScaleConfig,
+    MlpConfig,
     OptimizerConfig,
     PrecisionConfig,
     SchedulerConfig,
@@ -63,6 +64,8 @@ class ZeroConfig(ConfigSection):
             leaves attention unchanged.
         loss: computation of the loss in chunks of tokens, which `prepare` sets in causal language models of
             transformers. `null` leaves the loss unchanged.
+        mlp: computation of feed-forward networks in chunks of tokens, each recomputed in backward, which
+            `prepare` sets in models of transformers. `null` leaves them unchanged.
         gradient_clipping: largest global gradient norm. 0 disables clipping.
         check_finite: whether to refuse a step with NaN or infinity in its gradients, before anything changes
             and with the names of the parameters, and to report a step that leaves such values in weights or
@@ -94,6 +97,7 @@ class ZeroConfig(ConfigSection):
     checkpoint: CheckpointConfig = CheckpointConfig()
     sparse_attention: SparseAttentionConfig | None = None
     loss: LossConfig | None = None
+    mlp: MlpConfig | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     check_finite: bool = True
     timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 600.0
