@@ -1,11 +1,13 @@
 """Peak memory and time of loading safetensors into shards of stage 3, beside transformers' own loading.
 
-Run from the repository root: python -m benchmarks.load [--model bloom-560m] [--ranks 2]
+The files of a mixture have each expert's matrices one by one, and the model has them stacked.
+Run from the repository root: python -m benchmarks.load [--models bloom-560m,mixtral-119m] [--ranks 2]
 """
 
 from __future__ import annotations
 
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +25,8 @@ def measure(model: str, dtype: str, ranks: int, folder: Path) -> dict[str, Any]:
     """Both ways of loading, in turn, in the same processes; figures of every rank."""
     with Team("writer", 1, 2, worker=WORKER) as writer:
         writer.ask("save", shape=model, dtype=dtype, folder=str(folder / "model"))
-        writer.ask("save", shape="bloom-tiny", dtype=dtype, folder=str(folder / "tiny"))
+        tiny = f"{model.partition('-')[0]}-tiny"
+        writer.ask("save", shape=tiny, dtype=dtype, folder=str(folder / "tiny"))
     with Team("loaders", ranks, 1, worker=WORKER) as loaders:
         base = loaders.ask("base", folder=str(folder / "tiny"))
         shards = loaders.ask("load_shards", folder=str(folder / "model"))
@@ -32,9 +35,9 @@ def measure(model: str, dtype: str, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def bar_of(found: dict[str, Any], ranks: int) -> tuple[int, bool]:
-    """One shard and the largest tensor in bytes, and whether no rank took more to load."""
+    """One shard and the largest tensor or one layer's experts in bytes, and whether no rank used more."""
     one = found["shards"][0]
-    bar = -(-one["parameters"] // ranks) + one["largest"]
+    bar = -(-one["parameters"] // ranks) + max(one["largest"], one["experts"])
     return bar, max(each["peak"] for each in found["shards"]) <= bar
 
 
@@ -45,9 +48,10 @@ def table_of(found: dict[str, Any], model: str, dtype: str, ranks: int) -> Table
         for name in ("peak", "prepared", "seconds")
     }
     bar, met = bar_of(found, ranks)
+    above = "a layer's experts" if found["shards"][0]["experts"] else "the largest tensor"
     peak, full = worst["peak"]["peak"], max(each["peak"] for each in found["full"])
     rows = [
-        ("one shard and the largest tensor (the bar)", megabytes(bar), ""),
+        (f"one shard and {above} (the bar)", megabytes(bar), ""),
         ("zero_ext, shards loaded", megabytes(peak), f"{worst['seconds']['seconds']:.1f}"),
         ("zero_ext, and prepared: gather buffers too", megabytes(worst["prepared"]["prepared"]), ""),
         (
@@ -65,18 +69,18 @@ def table_of(found: dict[str, Any], model: str, dtype: str, ranks: int) -> Table
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Shape of the model.")] = "bloom-560m",
+    models: Annotated[str, typer.Option(help="Comma-separated shapes.")] = "bloom-560m,mixtral-119m",
     dtypes: Annotated[str, typer.Option(help="Of the files, comma-separated.")] = "bfloat16,float32",
     ranks: Annotated[int, typer.Option(min=1, help="Processes that load.")] = 2,
     output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "load",
 ) -> None:
     """Load, print the peaks, write the results."""
     tables, missed, data = [], [], {"environment": describe()}
-    for dtype in dtypes.split(","):
+    for model, dtype in product(models.split(","), dtypes.split(",")):
         with tempfile.TemporaryDirectory(prefix="zero_ext_bench_") as folder:
             found = measure(model, dtype, ranks, Path(folder))
         tables.append(table_of(found, model, dtype, ranks))
-        data[dtype] = found
+        data[f"{model}, {dtype}"] = found
         if not bar_of(found, ranks)[1]:
             missed.append(f"{model}, {dtype}: the bar is missed")
     conclude(terminal(), output, "Loading a model into shards", tables, data, missed)

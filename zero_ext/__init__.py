@@ -7,7 +7,7 @@ from zero_ext.config.lazy_imports import lazy_getattr
 from zero_ext.config.optimizer_traits import OPTIMIZERS, TORCH
 
 if TYPE_CHECKING:
-    from zero_ext.activation import checkpoint_activations, linear_cross_entropy
+    from zero_ext.activation import checkpoint_activations, checkpoint_in_chunks, linear_cross_entropy
     from zero_ext.attention import document_attention
     from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
     from zero_ext.checkpoint.weights.save_weights import save_weights
@@ -47,6 +47,7 @@ __all__ = [
     "ZeroModule",
     "ZeroOneAdam",
     "checkpoint_activations",
+    "checkpoint_in_chunks",
     "document_attention",
     "double_backward",
     "full_gradient",
@@ -93,6 +94,7 @@ __getattr__ = lazy_getattr(
         "ZeroAccelerator": "zero_ext.integrations.accelerate",
         "ZeroModule": "zero_ext.zero.api.zero_module",
         "checkpoint_activations": "zero_ext.activation",
+        "checkpoint_in_chunks": "zero_ext.activation",
         "document_attention": "zero_ext.attention",
         "double_backward": "zero_ext.zero.api.gathered",
         "full_gradient": "zero_ext.zero.api.full_parameters",

@@ -53,6 +53,11 @@ class Loader:
         seconds = time.perf_counter() - began
         loaded = process_memory.peak_bytes() - self._base
         sizes = {id(each): each.numel() * each.element_size() for each in model.parameters()}
+        experts = [
+            sum(each.numel() * each.element_size() for each in module.parameters() if each.dim() > 2)
+            for name, module in model.named_modules()
+            if name.endswith(".experts")
+        ]
         zero_ext.prepare(model, None, CONFIG)
         return {
             "seconds": seconds,
@@ -60,6 +65,7 @@ class Loader:
             "prepared": process_memory.peak_bytes() - self._base,
             "parameters": sum(sizes.values()),
             "largest": max(sizes.values()),
+            "experts": max(experts, default=0),
         }
 
     def load_full(self, folder: str) -> dict[str, Any]:

@@ -81,7 +81,43 @@ class BloomShape:
         )
 
 
-Shape = LlamaShape | BloomShape
+@dataclass(frozen=True)
+class MixtralShape:
+    """Sizes of one untied Mixtral: `feed_forward` of each of the `experts` in a block, two per token."""
+
+    name: str
+    hidden: int
+    layers: int
+    feed_forward: int
+    experts: int
+    vocabulary: int
+    heads: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, in elements (embedding and output matrix are separate)."""
+        experts = self.experts * (3 * self.hidden * self.feed_forward + self.hidden)
+        block = 4 * self.hidden * self.hidden + experts + 2 * self.hidden
+        return self.layers * block + 2 * self.vocabulary * self.hidden + self.hidden
+
+    def configuration(self) -> Any:
+        """transformers' configuration of this shape."""
+        from transformers import MixtralConfig
+
+        return MixtralConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.feed_forward,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            num_local_experts=self.experts,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+
+
+Shape = LlamaShape | BloomShape | MixtralShape
 
 
 SHAPES: dict[str, Shape] = {
@@ -94,6 +130,12 @@ SHAPES: dict[str, Shape] = {
         LlamaShape("7b", hidden=4096, layers=32, feed_forward=11008, vocabulary=32000, heads=32),
         BloomShape("bloom-tiny", hidden=64, layers=2, vocabulary=2048, heads=4),
         BloomShape("bloom-560m", hidden=1024, layers=24, vocabulary=250_880, heads=16),
+        MixtralShape(
+            "mixtral-tiny", hidden=64, layers=2, feed_forward=64, experts=4, vocabulary=512, heads=4
+        ),
+        MixtralShape(
+            "mixtral-119m", hidden=512, layers=6, feed_forward=1408, experts=8, vocabulary=8192, heads=8
+        ),
     )
 }
 

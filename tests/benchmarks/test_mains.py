@@ -141,28 +141,39 @@ def test_aio(
 
 
 class PretendedLoaders(NoTeam):
-    """Writes files; loading takes ``over`` bytes more than a shard and the largest tensor."""
+    """Writes files; loading takes ``over`` bytes more than a shard and the largest tensor, or the experts."""
 
-    over = 0
+    over, experts = 0, 0
 
     def ask(self, command: str, **arguments: Any) -> list[Any]:
         if command == "save":
             return [Loader().save(**arguments)]
         if command == "base":
             return [100_000_000, 101_000_000]
-        peak = {"seconds": 1.0, "peak": 60 + self.over, "prepared": 90, "parameters": 101, "largest": 9}
+        peak = {"seconds": 1.0, "peak": 60 + self.over, "prepared": 90, "parameters": 101}
+        peak |= {"largest": 9 if self.experts == 0 else 8, "experts": self.experts}
         return [{**peak, "peak": 50}, peak]
 
 
 @pytest.mark.parametrize(("over", "status"), [(0, 0), (1, 1)])
-def test_load(over: int, status: int, concluded: Concluded, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "experts"), [("bloom", 0), ("mixtral", 9)])
+def test_load(
+    over: int,
+    status: int,
+    family: str,
+    experts: int,
+    concluded: Concluded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(load, "Team", PretendedLoaders)
     monkeypatch.setattr(PretendedLoaders, "over", over)
-    data, ended = concluded(load.main, "bloom-tiny", "bfloat16,float32", 2)
+    monkeypatch.setattr(PretendedLoaders, "experts", experts)
+    data, ended = concluded(load.main, f"{family}-tiny", "bfloat16,float32", 2)
     assert ended == status
     # Parameters alone, in 2 and 4 bytes; what remains is the header.
-    assert data["float32"]["files"] > 1.8 * data["bfloat16"]["files"] > 0
-    assert data["bfloat16"]["base"] == [100_000_000, 101_000_000]
+    narrow, wide = (data[f"{family}-tiny, {dtype}"] for dtype in ("bfloat16", "float32"))
+    assert wide["files"] > 1.8 * narrow["files"] > 0
+    assert narrow["base"] == [100_000_000, 101_000_000]
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(1.9, 0), (2.1, 1)])

@@ -36,6 +36,32 @@ def test_gather(world: World, dtype: str) -> None:
         assert torch.equal(flat, wanted)
 
 
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "ranges", [[(0, 1)], [(1, 3), (5, 6)], [(0, 0)], [(2, 20), (21, 23)], [(6, 8), (9, 10), (11, 12)], []]
+)
+def test_gather_of_ranges(world: World, dtype: str, ranges: list[tuple[int, int]]) -> None:
+    collectives = make_collectives(world.group, 20.0)
+    kind, numel = getattr(torch, dtype), 24
+    expected = values_of(world.seed, 0, numel, kind)
+    each = numel // world.size
+    own = slice(world.rank * each, (world.rank + 1) * each)
+    flat = torch.full((numel,), float("nan"), dtype=kind)
+    flat[own] = expected[own]
+    inside = torch.zeros(numel, dtype=torch.bool)
+    for begin, end in ranges:
+        inside[begin:end] = True
+    collectives.gather_ranges(flat, ranges, "gather", "test").wait()
+    assert torch.equal(flat[inside], expected[inside])
+    inside[own] = True
+    assert flat[~inside].isnan().all()
+    sent = sum(world.everyone(collectives.traffic.bytes_sent["gather"]))
+    elements = sum(end - begin for begin, end in ranges)
+    assert collectives.traffic.elements["gather"] == elements
+    assert sent == (world.size - 1) * elements * kind.itemsize
+
+
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_reduce_scatter_averages_in_rank_order_and_fp32(world: World, dtype: str) -> None:

@@ -89,6 +89,7 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
             "persistence_threshold": draw(st.integers(0, 2**62)),
             "max_live_elements": draw(COUNTS),
             "prefetch_elements": draw(st.integers(0, 2**62)),
+            "experts": draw(st.sampled_from(["all", "routed"])) if stage == 3 else "all",
         },
         "batch": {
             name: draw(COUNTS)

@@ -28,6 +28,7 @@ VALUES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("units.bucket", 3, ("Did you mean units.bucket_elements",)),
     ("units.bucket_elements", 0, ("got 0", "at least 1")),
     ("units.leaf_modules", "Experts", ("a list of non-empty strings",)),
+    ("units.experts", "some", ("'all' or 'routed'", "got 'some'")),
     ("gradient_clipping", math.nan, ("got nan", "finite")),
     ("gradient_clipping", True, ("got True (bool)",)),
     ("gradient_clipping", -1.0, ("got -1.0", "at least 0")),
@@ -191,3 +192,17 @@ def test_contradictions_between_sections_and_strange_keys_and_values() -> None:
     refused({"loss_scale": {"static": 8}, "precision": {"dtype": "bf16"}}, "loss_scale", ("fp16 only",))
     refused({"seed": 10**5000}, "seed", ("too large to print",))
     refused({"a.b": 1}, "a.b", ("unknown key", "stage"))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"stage": 2}, ("stage is 2", "Set stage to 3")),
+        ({"communication": {"quantized_weights": "int8"}}, ("communication.quantized_weights = 'int8'",)),
+        ({"communication": {"hierarchical_partition": True}}, ("Remove hierarchical_partition",)),
+        ({"communication": {"shard_group_size": 2}}, ("communication.shard_group_size = 2",)),
+    ],
+)
+def test_routed_experts_need_exact_shards_of_all_ranks(other: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused({"units": {"experts": "routed"}, **other}, "units.experts", ("got 'routed'", *words))
+    assert load_config({"units": {"experts": "all"}, **other}).units.experts == "all"

@@ -49,7 +49,7 @@ def test_a_loss_in_chunks_is_the_same_loss(tmp_path: Path) -> None:
     assert len(printed) == 2 and printed[0] == printed[1]
 
 
-def test_packed_documents_are_attended_to_alone() -> None:
+def test_calls_for_long_sequences() -> None:
     words, positions = torch.randint(VOCABULARY, (1, 16)), torch.arange(16)[None] % 9
     with snippets_of("how_to/long_sequences.md") as page:
         names = page.run_next()
@@ -59,6 +59,9 @@ def test_packed_documents_are_attended_to_alone() -> None:
         torch.testing.assert_close(names["attended"][:, :, :1000], alone)
         page.run_next(model=llama(0), words=words, positions=positions)
         assert names["loss"].isfinite()
+        block = page.run_next()["Block"](64)  # with its network in chunks
+    hidden = torch.randn(2, 1500, 64)
+    torch.testing.assert_close(block(hidden), hidden + block.network(hidden))
 
 
 @pytest.mark.parametrize("page", ["long_sequences", "tune_performance"])

@@ -144,6 +144,16 @@ CASES += [
     ),
     *(
         Case(
+            "ZeRO stages 0 to 3, with state on the device, in host memory or on NVMe",
+            f"routed experts, {checkpointed}state {tier}",
+            f"{SHARDING}:routed_experts",
+            2,
+            {"offload": dict.fromkeys(KINDS, tier), "checkpoints": bool(checkpointed)},
+        )
+        for tier, checkpointed in (("device", ""), ("device", "checkpointed, "), ("host", ""), ("nvme", ""))
+    ),
+    *(
+        Case(
             "checkpoints for any number of ranks",
             f"checkpoint of stage {stages[0]} into {stages[1]}, {name}",
             f"{SHARDING}:checkpoints",

@@ -15,6 +15,7 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.step.one_bit import training as compressed
 from tests.zero.test_accelerator import Scale, tiny_model
 from tests.zero.training import Plan, adamw, configuration, sgd, train_prepared
+from tests.zero.unshard.stacked_mixtures import ROUTED, MixtureModel, batch_of
 from zero_ext.zero import engine_of
 
 Found = dict[str, Any]  # what must be the same on every device
@@ -165,6 +166,23 @@ def editing(world: World, device: str) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return {"norms": norms, **on_host(zero_ext.full_state_dict(prepared, rank0_only=False))}
+
+
+def routed_experts(world: World, device: str, offload: dict[str, Any], checkpoints: bool) -> Found:
+    """Steps of mixtures that gather only the experts that tokens reach, other ones in every micro-batch."""
+    model, losses = MixtureModel(world.seed, checkpoints).to(device), []
+    with tempfile.TemporaryDirectory() as folder:
+        config = configuration(3, Plan(micro_batches=2), offload=with_storage(offload, folder), units=ROUTED)
+        prepared, optimizer = zero_ext.prepare(model, adamw(model.parameters()), config)
+        for step in range(4):
+            for micro in range(2):
+                batch = batch_of(world.seed + step, [[step], [micro, 3 + step]]).to(device)
+                loss = batch.loss_on(prepared, world.rank)
+                prepared.backward(loss)
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"losses": losses, **on_host(zero_ext.full_state_dict(prepared, rank0_only=False))}
 
 
 def inference(world: World, device: str, offload: dict[str, Any]) -> Found:

@@ -118,7 +118,7 @@ def test_every_preset_has_tiles_that_a_device_can_hold() -> None:
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: expected .*, got 'yes'"),
         ({"model_type": ["llama"]}, r"model_type: expected .*, got \['llama'\]"),
         ({"model_type": "mamba"}, r"model_type: expected one of llama.*, got 'mamba' \(str\)"),
-        ({"num_local_experts": 8}, "num_local_experts: mixtures of experts"),
+        ({"num_local_experts": 8}, "num_local_experts: experts are planned for in mixtral"),
     ],
 )
 def test_a_config_that_lies_is_refused_by_its_key(

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-ChunkTokens = int | Literal["auto"]
+from zero_ext.activation.chunked_checkpoint import ChunkTokens, check_chunk_tokens
+
 LossReduction = Literal["mean", "sum", "none"]
 
 CHUNK_BYTES = 128 << 20
@@ -31,11 +32,7 @@ class _LossOptions:
     softcap: float | None
 
     def __post_init__(self) -> None:
-        chunk = self.chunk_tokens
-        if chunk != "auto" and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
-            raise ValueError(
-                f"chunk_tokens: expected 'auto' or an integer of at least 1, got {chunk!r}. Correct it."
-            )
+        check_chunk_tokens(self.chunk_tokens)
         if self.reduction not in ("mean", "sum", "none"):
             raise ValueError(
                 f"reduction: expected 'mean', 'sum' or 'none', got {self.reduction!r}. Correct it."

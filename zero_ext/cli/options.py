@@ -34,6 +34,10 @@ Machine = Annotated[
 ]
 NvmePath = Annotated[list[str] | None, typer.Option(help="Folder on NVMe. Repeat it for several devices.")]
 Sequence = Annotated[int | None, typer.Option("--seq", min=1, max=1 << 24, help="Tokens per sample.")]
+Experts = Annotated[
+    int,
+    typer.Option("--ep", min=1, help="Ranks that the experts of each layer are spread over."),
+]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="File with a configuration.")]
 
 CheckpointFolder = Annotated[

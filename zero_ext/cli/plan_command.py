@@ -11,9 +11,9 @@ from rich.markup import escape
 
 from zero_ext.cli import plan_report as report
 from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, said, terminal, write_json
-from zero_ext.cli.options import AsJson, Machine, Model, NvmePath, Sequence, Write, output, taking
+from zero_ext.cli.options import AsJson, Experts, Machine, Model, NvmePath, Sequence, Write, output, taking
 from zero_ext.config.optimizer_traits import planned_optimizers, traits_of
-from zero_ext.plan.models import model_named
+from zero_ext.plan.models import ModelSpec, model_named
 from zero_ext.plan.parse_sizes import bytes_of, count_of, rate_of
 from zero_ext.plan.plan_entry import DEFAULT_NVME_PATH, Batch, config_of
 from zero_ext.plan.planner import OBJECTIVES, Plan, make_plan
@@ -46,6 +46,7 @@ class PlanOptions:
         int | None, typer.Option(min=1, help="Samples per forward of a GPU. The most that fit by default.")
     ] = None
     seq: Sequence = None
+    ep: Experts = 1
     optimizer: Annotated[
         str, typer.Option(help="Adafactor, Adam, AdamW, Lamb, Lion, or Muon with AdamW for the rest.")
     ] = DEFAULT_OPTIMIZER
@@ -137,8 +138,14 @@ def plan_of(options: PlanOptions) -> Plan:
             f"--optimizer: expected one of {', '.join(planned_optimizers())}, got {options.optimizer!r}. "
             "Choose one of those."
         )
+    if options.gpus % options.ep:
+        raise ValueError(
+            f"--ep: expected a divisor of the {options.gpus} GPUs, got {options.ep}. Choose a divisor."
+        )
+    model = model_named(options.model, options.seq).with_experts_over(options.ep)
+    _check_dense(options, model)
     return make_plan(
-        model_named(options.model, options.seq),
+        model,
         _hardware(options),
         options.gpus,
         Batch(_samples(options), options.micro_batch, options.gpus),
@@ -156,12 +163,15 @@ def _plan_layouts(options: PlanOptions) -> None:
 
     unused = {"--tokens": options.tokens, "--plot": options.plot, "--html": options.html}
     unused["--optimizer"] = None if options.optimizer == DEFAULT_OPTIMIZER else options.optimizer
+    unused["--ep"] = None if options.ep == 1 else str(options.ep)
     unused["--objective"] = None if options.objective == "speed" else options.objective
     for option, value in unused.items():
         if value is not None:
             raise ValueError(f"{option}: --3d best does not use it, got {str(value)!r}. Leave it out.")
+    model = model_named(options.model, options.seq)
+    _check_dense(options, model)
     wanted = LayoutRequest(
-        model_named(options.model, options.seq),
+        model,
         _hardware(options),
         options.gpus,
         _samples(options),
@@ -180,6 +190,14 @@ def _plan_layouts(options: PlanOptions) -> None:
         raise typer.Exit(NEGATIVE)
     if options.write is not None:
         write_json(options.write, report.layout_config(wanted, found[0].layout, _nvme_paths(options)))
+
+
+def _check_dense(options: PlanOptions, model: ModelSpec) -> None:
+    """Refuse --3d with experts, which pp, tp and cp are not planned with."""
+    if options.three_d is not None and model.shape.mixture is not None:
+        raise ValueError(
+            f"--3d: expected a model without experts, got {model.name}. Leave --3d out, and set --ep."
+        )
 
 
 def _samples(options: PlanOptions) -> int:

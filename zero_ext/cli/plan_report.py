@@ -66,8 +66,9 @@ def assumptions(plan: Plan) -> list[str]:
     ends = (" for hidden matrices", " for the rest") if len(rules) > 1 else (" for all parameters",)
     named = ", ".join(f"{rule}{end}" for rule, end in zip(rules, ends, strict=True))
     optimizer = [] if rules == (DEFAULT_OPTIMIZER,) else [f"{named}."]
+    active = "" if model.shape.mixture is None else f", {model.active_parameters:,} of them per token"
     return [
-        f"{model.name}: {model.parameters:,} parameters ({model.source}), "
+        f"{model.name}: {model.parameters:,} parameters{active} ({model.source}), "
         f"{model.shape.sequence:,} tokens per sample, {counted(plan.batch.samples, 'sample')} per step.",
         f"{machine.name}: {short_bytes(machine.device_bytes)} per GPU, "
         f"{short_bytes(machine.host_bytes)} of memory and {nvme} NVMe per host, "
@@ -226,7 +227,13 @@ def _short(row: PlanEntry) -> str:
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Return everything that the tables show, in bytes and seconds."""
     return {
-        "model": {"name": plan.model.name, "parameters": plan.model.parameters, "source": plan.model.source},
+        "model": {
+            "name": plan.model.name,
+            "parameters": plan.model.parameters,
+            "active_parameters": plan.model.active_parameters,
+            "source": plan.model.source,
+        },
+        "ep": plan.model.ep_size,
         "gpus": plan.gpus,
         "hosts": plan.hosts,
         "machine": plan.hardware.to_mapping(),

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, terminal
-from zero_ext.cli.options import AsJson, ConfigFile, Machine, Model, taking
+from zero_ext.cli.options import AsJson, ConfigFile, Experts, Machine, Model, taking
 from zero_ext.cli.plan_report import lacks_as_json, training_as_json
 from zero_ext.config import load_config
 from zero_ext.config.tiers import CAPACITIES
@@ -55,6 +55,7 @@ class SimulateOptions:
     machine: Machine = DEFAULT_MACHINE
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples per forward of a GPU.")] = 1
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1
+    ep: Experts = 1
     config: ConfigFile = None
     recompute: Annotated[
         bool, typer.Option(help="With --config: activations are recomputed in backward.")
@@ -93,7 +94,10 @@ def _simulations(options: SimulateOptions) -> tuple[list[Simulation], str | None
     """Return the placements, or none and what the nearest lacks."""
     # The layers of the planner's models are cut into more tiles than those of published runs.
     shape, hardware = TRANSFORMERS.get(options.model), machine_named(options.machine)
-    model = model_named(options.model).full_cost if shape is None else shape.cost()
+    if shape is None or options.ep > 1:
+        model = model_named(options.model).with_experts_over(options.ep).full_cost
+    else:
+        model = shape.cost()
     if options.config is not None:
         activations = ACTIVATIONS[options.recompute]
         training = Training.of_config(load_config(options.config), options.gpus, activations)

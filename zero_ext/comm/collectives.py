@@ -220,6 +220,45 @@ class Collectives:
         traffic = self._flat_traffic(kind, flat.numel(), shard.nbytes, transport.rings)
         return self._start(ordered, label, traffic, lambda: transport.gather(flat, _tag(label)))
 
+    def gather_ranges(
+        self, flat: torch.Tensor, ranges: Sequence[tuple[int, int]], kind: str, label: str
+    ) -> PendingCollective:
+        """Fill ``ranges`` of ``flat`` [numel] from the slices [numel / N] of all ranks.
+
+        A range is a first element and the one after the last. The ranges are the same on all ranks and do not
+        overlap. This rank's own slice has its elements of them already. The rest of ``flat`` is neither sent
+        nor changed.
+        """
+        numel = flat.numel() // self.world_size
+        slices = [
+            [
+                flat[max(begin, first) : min(end, first + numel)]
+                for begin, end in ranges
+                if begin < first + numel and end > first
+            ]
+            for first in range(0, flat.numel(), numel)
+        ]
+        own = sum(each.nbytes for each in slices[self.rank])
+        elements = sum(end - begin for begin, end in ranges)
+        sent, crossing = own * (self.world_size - 1), own * self.nodes.remote_ranks
+        # A rank without a range waits for those that have one.
+        peers = None if own else [self._members[rank] for rank, each in enumerate(slices) if each]
+        self.before_gather()
+        transport = self._gathers.unordered.for_tensor(flat)
+
+        def start() -> Sequence[Waitable]:
+            works: list[Waitable] = []
+            # Each round sends one range of each rank, so that nothing is packed.
+            for number in range(max(map(len, slices)) if self.world_size > 1 else 0):
+                receives = [each[number] if number < len(each) else flat[:0] for each in slices]
+                sends = [receives[self.rank]] * self.world_size
+                works += transport.all_to_all(receives, sends, (_tag(label) + number) & 0x7FFFFFFF)
+            return works
+
+        return self._start(
+            self._gathers, label, CollectiveTraffic(kind, elements, sent, crossing), start, None, peers
+        )
+
     def reduce_scatter(
         self,
         flat: torch.Tensor,

@@ -111,6 +111,17 @@ class ParallelConfig(ConfigSection):
         return self
 
 
+class MlpConfig(ConfigSection):
+    """Feed-forward networks in the blocks of transformers' models, computed in chunks of tokens.
+
+    Attributes:
+        chunk_tokens: largest number of tokens with intermediates in memory simultaneously. "auto" is the
+            width of the blocks, at least 256.
+    """
+
+    chunk_tokens: Annotated[Literal["auto"] | Positive, BeforeValidator(_as_chunk)] = "auto"
+
+
 class LossScaleConfig(ConfigSection):
     """Loss scaling, used with fp16 parameters only.
 
@@ -167,6 +178,9 @@ class UnitConfig(ConfigSection):
             gathered in stage 3, if `max_live_elements` allows it. Twice the elements of the model keep all
             units gathered from forward to backward, which results in the traffic of stage 2. The unit that is
             needed next stays gathered in any case.
+        experts: experts that a mixture of transformers gathers in stage 3. "all" gathers the weights of all
+            experts. "routed" gathers those that the tokens of any rank are routed to, in forward and again in
+            backward.
     """
 
     block_classes: Names = ()
@@ -177,6 +191,7 @@ class UnitConfig(ConfigSection):
     max_live_elements: Positive = 1_000_000_000
     prefetch_elements: Count = 8_388_608
     reuse_elements: Count = 0
+    experts: Literal["all", "routed"] = "all"
 
 
 def _check_json(value: object, path: str, depth: int = 0) -> None:

@@ -20,6 +20,7 @@ from zero_ext.config.training import (
     CheckpointConfig,
     LossConfig,
     LossScaleConfig,
+    MlpConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -65,6 +66,8 @@ class ZeroConfig(ConfigSection):
         loss: computation of the loss in chunks of tokens, which `prepare` sets in causal language models of
             transformers. `null` leaves the loss unchanged.
         parallel: sequences and experts over ranks, for `ZeroTrainer` and `ZeroAccelerator`.
+        mlp: computation of feed-forward networks in chunks of tokens, each recomputed in backward, which
+            `prepare` sets in models of transformers. `null` leaves them unchanged.
         gradient_clipping: largest global gradient norm. 0 disables clipping.
         check_finite: whether to refuse a step with NaN or infinity in its gradients, before anything changes
             and with the names of the parameters, and to report a step that leaves such values in weights or
@@ -97,6 +100,7 @@ class ZeroConfig(ConfigSection):
     sparse_attention: SparseAttentionConfig | None = None
     loss: LossConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
+    mlp: MlpConfig | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     check_finite: bool = True
     timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 600.0
@@ -159,6 +163,26 @@ class ZeroConfig(ConfigSection):
                     f"{section}.{key}",
                     f"got {show(value)}, but stage is {self.stage} and {why}. Set stage to {wanted}, or "
                     f"{idle}.",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _only_exact_shards_are_routed(self) -> ZeroConfig:
+        if self.units.experts == "all":
+            return self
+        if self.stage < 3:
+            raise KeyProblem(
+                "units.experts",
+                f"got {show(self.units.experts)}, but stage is {self.stage} and parameters are gathered in "
+                "stage 3 only. Set stage to 3, or remove experts.",
+            )
+        for key in ("quantized_weights", "hierarchical_partition", "shard_group_size"):
+            value = getattr(self.communication, key)
+            if value:
+                raise KeyProblem(
+                    "units.experts",
+                    f"got {show(self.units.experts)} together with communication.{key} = {show(value)}. Some "
+                    f"experts are gathered from shards of all ranks only. Remove {key}, or remove experts.",
                 )
         return self
 

@@ -1,4 +1,4 @@
-"""``prepare`` with the sparse attention, the chunked loss and the monitors that a configuration asks for."""
+"""``prepare`` with the sparse attention, chunks of tokens and monitors that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from torch import nn
 
-from zero_ext.config import ConfigError, LossConfig, SparseAttentionConfig, ZeroConfig, load_config
+from zero_ext.config import (
+    ConfigError,
+    LossConfig,
+    MlpConfig,
+    SparseAttentionConfig,
+    ZeroConfig,
+    load_config,
+)
 from zero_ext.config.config_errors import Problem, show
 from zero_ext.zero.api.prepare import prepare as prepare_alone
 
@@ -33,6 +40,9 @@ def _completed(prepare: Callable[PrepareParameters, Prepared]) -> Callable[Prepa
         if settings.sparse_attention is not None:
             apply_sparse_attention(bound.arguments["model"], settings.sparse_attention)
         with _losses_by_section(bound.arguments["model"], settings.loss):
+            remove_chunked_mlp(bound.arguments["model"])
+            if settings.mlp is not None:
+                apply_chunked_mlp(bound.arguments["model"], settings.mlp, _gathered_alone(settings))
             if settings.monitor is None and settings.steps_per_print is None:
                 return prepare(*bound.args, **bound.kwargs)
             # Whoever watches nothing imports none of it.
@@ -157,6 +167,45 @@ def remove_chunked_loss(model: nn.Module) -> None:
     if chunked is not None and isinstance(model, nn.Module):
         for each in model.modules():
             chunked.unchunk_loss(each)
+
+
+def apply_chunked_mlp(model: nn.Module, config: MlpConfig, gathered_alone: Collection[str] = ()) -> None:
+    """Compute the feed-forward networks of all Hugging Face models in `model` in chunks of tokens.
+
+    Stage 3 gathers modules of the names or classes `gathered_alone` by themselves.
+
+    Raises:
+        ConfigError: there is none, one of them has no such networks or others than are supported, or the
+            model is cut into stages. Nothing has been changed then.
+    """
+    found = {} if _is_staged(model) else outermost_models(model)
+    if not found:
+        raise _refused(
+            f"expected a model of transformers, got {type(model).__name__}. Call "
+            "zero_ext.checkpoint_in_chunks in its forward, and leave the section out.",
+            "mlp",
+        )
+    from zero_ext.integrations.transformers.chunked_mlp import chunk_mlp, chunking_problem
+
+    for path, each in found.items():
+        if problem := chunking_problem(each, path, gathered_alone):
+            raise _refused(problem, "mlp")
+    for each in found.values():
+        chunk_mlp(each, config.chunk_tokens)
+
+
+def _gathered_alone(settings: ZeroConfig) -> set[str]:
+    """Return the names of modules and classes that stage 3 gathers by themselves."""
+    units = settings.units
+    return {*units.tiles, *units.block_classes} if settings.stage == 3 else set()
+
+
+def remove_chunked_mlp(model: nn.Module) -> None:
+    """Undo :func:`apply_chunked_mlp`."""
+    # Without that module there is none of its networks.
+    chunked: Any = sys.modules.get("zero_ext.integrations.transformers.chunked_mlp")
+    if chunked is not None and isinstance(model, nn.Module):
+        chunked.unchunk_mlp(model)
 
 
 def _is_staged(model: nn.Module) -> bool:

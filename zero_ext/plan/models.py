@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from zero_ext.config.config_errors import ConfigError, Problem, show
-from zero_ext.config.sources.json_file import read_json_object
+from zero_ext.plan.config_readers import shape_of_file
 from zero_ext.plan.parse_sizes import COUNTS, count_of, short_number
 from zero_ext.plan.simulation.transformer_cost import (
     TRANSFORMERS,
@@ -29,7 +26,7 @@ class ModelSpec:
 
     Attributes:
         shape: its sizes; ``tiles`` is the number of units that a layer is cut into in stage 3.
-        parameters: elements in all. Where the shape has others, every unit is scaled.
+        parameters: elements, with those of all experts. Where the shape has others, every unit is scaled.
         source: what the model was read from, in words.
     """
 
@@ -40,9 +37,10 @@ class ModelSpec:
     @classmethod
     def of_shape(cls, shape: Transformer, source: str, parameters: int = 0) -> ModelSpec:
         """``shape`` with layers cut into tiles that are not too large; ``parameters`` 0 takes its own."""
-        tiles = max(shape.tiles, -(-sum(shape.layer_matrices) // LARGEST_TILE))
-        shape = replace(shape, tiles=tiles)
-        return cls(shape, parameters or shape.cost().parameters, source)
+        if shape.mixture is None:
+            tiles = max(shape.tiles, -(-sum(shape.layer_matrices) // LARGEST_TILE))
+            shape = replace(shape, tiles=tiles)
+        return cls(shape, parameters or shape.parameters, source)
 
     @property
     def name(self) -> str:
@@ -52,6 +50,31 @@ class ModelSpec:
     def with_sequence(self, sequence: int) -> ModelSpec:
         """Return the same with samples of ``sequence`` tokens."""
         return replace(self, shape=replace(self.shape, sequence=sequence))
+
+    def with_experts_over(self, ep_size: int) -> ModelSpec:
+        """Return the same with each layer's experts spread over ``ep_size`` ranks.
+
+        Raises ``ValueError`` for a model without experts, and a number that does not divide them.
+        """
+        mixture = self.shape.mixture
+        if mixture is None and ep_size == 1:
+            return self
+        if mixture is None:
+            raise ValueError(
+                f"ep: expected 1 for {self.name}, which has no mixture of experts, got {ep_size}. Leave it "
+                "out."
+            )
+        return replace(self, shape=replace(self.shape, mixture=replace(mixture, ep_size=ep_size)))
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks that the experts of each layer are spread over."""
+        return 1 if self.shape.mixture is None else self.shape.mixture.ep_size
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements that one token passes."""
+        return self.parameters if self.shape.mixture is None else self.shape.active_parameters
 
     @cached_property
     def full_cost(self) -> ModelCost:
@@ -63,6 +86,8 @@ class ModelSpec:
         that are split are not cut into tiles.
         """
         own = cost = self.shape.cost()
+        if self.shape.mixture is not None:
+            return replace(self.shape, tp_size=tp_size).cost()  # refuses more than one
         if tp_size > 1:
             cost = replace(self.shape, tp_size=tp_size, tiles=1).cost()
         scale = self.parameters / own.parameters
@@ -145,169 +170,17 @@ def shape_of_count(parameters: int) -> Transformer:
     )
 
 
-LARGEST = 1 << 24  # of any one size
-MOST_LAYERS = 10_000
-DEFAULT_SEQUENCE = 2048
-LIKE_LLAMA = ("llama", "mistral", "qwen2")
-FAMILIES = (*LIKE_LLAMA, "gpt2", "bloom", "bert", "roberta")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 FEWEST, MOST = 1000, 10**15  # parameters
-_CORRECT = "Correct the file, or give a parameter count instead."
 
 
 def model_of_file(path: Path) -> ModelSpec:
     """Read a ``config.json``.
 
     Raises ConfigError (a ValueError) naming the file and the keys for anything that is no JSON object, sizes
-    that are missing, of another type or out of bounds, and models that are no dense transformers of a known
-    kind.
+    that are missing, of another type or out of bounds, and models of no known kind.
     """
-    name = path.parent.resolve().name if path.name == "config.json" else path.stem
-    keys = _Keys(read_json_object(path), str(path), name)
-    kind = keys.text("model_type")
-    for expert in EXPERTS:
-        if keys.has(expert):
-            raise keys.error(
-                expert, "mixtures of experts are not planned for. Give a parameter count instead."
-            )
-    like_llama = kind in LIKE_LLAMA or (kind == "" and keys.has("intermediate_size"))
-    reader = _llama if like_llama else _READERS.get(kind)
-    if reader is None:
-        raise keys.error(
-            "model_type",
-            f"expected one of {', '.join(FAMILIES)}, got {show(kind)}. Give a parameter count instead.",
-        )
-    return ModelSpec.of_shape(reader(keys), f"{path} ({kind or 'read like llama'})")
-
-
-class _Keys:
-    """Checked access to the values of one file."""
-
-    def __init__(self, values: Mapping[str, object], source: str, name: str) -> None:
-        self._values, self._source, self._name = values, source, name
-
-    def has(self, name: str) -> bool:
-        return self._values.get(name) is not None
-
-    def text(self, name: str) -> str:
-        value = self._values.get(name, "")
-        if not isinstance(value, str):
-            raise self.error(name, f"expected a string, got {show(value)}. {_CORRECT}")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._values.get(name, default)
-        if not isinstance(value, bool):
-            raise self.error(name, f"expected true or false, got {show(value)}. {_CORRECT}")
-        return value
-
-    def size(self, *names: str, default: int | None = None, most: int = LARGEST) -> int:
-        """Return the first of ``names`` that is there."""
-        for name in names:
-            if self.has(name):
-                value = self._values[name]
-                if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                    raise self.error(
-                        name, f"expected an integer from 1 to {most}, got {show(value)}. {_CORRECT}"
-                    )
-                return value
-        if default is None:
-            raise self.error(names[0], f"the required key is missing. {_CORRECT}")
-        return default
-
-    def divides(self, divisor: int, divisor_name: str, value: int, value_name: str) -> None:
-        if value % divisor:
-            raise self.error(
-                divisor_name, f"expected a divisor of {value_name} ({value}), got {divisor}. {_CORRECT}"
-            )
-
-    def error(self, name: str, text: str) -> ConfigError:
-        return ConfigError(Problem(name, text), self._source)
-
-    def shape(
-        self, hidden: int, heads: int, layers: tuple[str, ...] = ("num_hidden_layers",), **others: Any
-    ) -> Transformer:
-        """Return the shape with the sizes that all families name alike, and ``others``."""
-        depth, words = self.size(*layers, most=MOST_LAYERS), self.size("vocab_size")
-        return Transformer(self._name, hidden, depth, heads, words, **others)
-
-
-def _llama(keys: _Keys) -> Transformer:
-    hidden = keys.size("hidden_size")
-    heads = keys.size("num_attention_heads")
-    groups = keys.size("num_key_value_heads", default=heads)
-    keys.divides(groups, "num_key_value_heads", heads, "num_attention_heads")
-    head = keys.size("head_dim", default=0)
-    if not head:
-        keys.divides(heads, "num_attention_heads", hidden, "hidden_size")
-        head = hidden // heads
-    feed_forward = keys.size("intermediate_size")
-    biased = keys.flag("attention_bias", False)
-    vectors = 2 * hidden
-    if keys.text("model_type") == "qwen2" or biased:
-        vectors += heads * head + 2 * groups * head
-    vectors += hidden if biased else 0
-    vectors += 2 * feed_forward + hidden if keys.flag("mlp_bias", False) else 0
-    return keys.shape(
-        hidden,
-        heads,
-        sequence=keys.size("max_position_embeddings", default=DEFAULT_SEQUENCE),
-        feed_forward=feed_forward,
-        gated=True,
-        tied=keys.flag("tie_word_embeddings", False),
-        fused_attention=True,
-        key_value_heads=groups,
-        head_size=head,
-        vectors=vectors,
-    )
-
-
-def _gpt2(keys: _Keys) -> Transformer:
-    hidden, heads = _hidden_and_heads(keys, "n_embd", "n_head")
-    positions = keys.size("n_positions", "n_ctx", default=1024)
-    return keys.shape(
-        hidden,
-        heads,
-        ("n_layer", "num_hidden_layers"),
-        sequence=positions,
-        feed_forward=keys.size("n_inner", default=4 * hidden),
-        tied=keys.flag("tie_word_embeddings", True),
-        fused_attention=True,
-        before=positions * hidden,
-    )
-
-
-def _bloom(keys: _Keys) -> Transformer:
-    hidden, heads = _hidden_and_heads(keys, "n_embed", "n_head")
-    sequence, tied = keys.size("seq_length", default=DEFAULT_SEQUENCE), keys.flag("tie_word_embeddings", True)
-    layers = ("n_layer", "num_hidden_layers")
-    return keys.shape(hidden, heads, layers, sequence=sequence, tied=tied, before=2 * hidden)
-
-
-def _bert(keys: _Keys) -> Transformer:
-    """With the head of masked language modeling: a dense layer, a norm, and a bias of the tied matrix."""
-    hidden, heads = _hidden_and_heads(keys, "hidden_size", "num_attention_heads")
-    positions, vocabulary = keys.size("max_position_embeddings"), keys.size("vocab_size")
-    return keys.shape(
-        hidden,
-        heads,
-        sequence=positions,
-        feed_forward=keys.size("intermediate_size", default=4 * hidden),
-        tied=keys.flag("tie_word_embeddings", True),
-        fused_attention=True,
-        before=(positions + keys.size("type_vocab_size", default=2) + 2) * hidden,
-        after=hidden * hidden + hidden + vocabulary,
-    )
-
-
-def _hidden_and_heads(keys: _Keys, hidden_name: str, heads_name: str) -> tuple[int, int]:
-    hidden = keys.size(hidden_name, "hidden_size")
-    heads = keys.size(heads_name, "num_attention_heads")
-    keys.divides(heads, heads_name, hidden, hidden_name)
-    return hidden, heads
-
-
-_READERS = {"gpt2": _gpt2, "bloom": _bloom, "bert": _bert, "roberta": _bert}
+    shape, kind = shape_of_file(path)
+    return ModelSpec.of_shape(shape, f"{path} ({kind})")
 
 
 def model_named(model: str, sequence: int | None = None) -> ModelSpec:

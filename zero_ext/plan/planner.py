@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -23,7 +24,7 @@ from zero_ext.plan.plan_entry import (
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.planned_units import unit_elements
 from zero_ext.plan.simulation.run_memory import fits
-from zero_ext.plan.simulation.simulate import sent_in_step
+from zero_ext.plan.simulation.simulate import sent_in_step, tokens_sent
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS, DEFAULT_OPTIMIZER, Training
 from zero_ext.plan.step_traffic import onebit_state_bytes, onebit_step_bytes
 
@@ -178,7 +179,7 @@ class Plan:
         training, per_host = row.training, self.hardware.ranks_per_node
         if self.gpus % per_host:
             return 0
-        if compressed and row.allows_one_bit:
+        if compressed and self._allows_one_bit(row):
             units = unit_elements(self.model.full_cost, training)
             sent = onebit_step_bytes(self.gpus, units, ranks_per_node=per_host)
             return sum(each.crossing for each in sent.values())
@@ -188,11 +189,15 @@ class Plan:
         policy = CommunicationConfig(ranks_per_node=per_host).replace(**codes)
         return sent_in_step(self.model.full_cost, training, policy).crossing
 
+    def _allows_one_bit(self, row: PlanEntry) -> bool:
+        # Experts on some of the ranks are refused with it.
+        return row.allows_one_bit and self.model.ep_size == 1
+
     def fits_one_bit(self, row: PlanEntry) -> bool:
         """Return whether 1-bit Adam runs in the placement of ``row``, with what it keeps besides Adam's
         state.
         """
-        if not row.allows_one_bit:
+        if not self._allows_one_bit(row):
             return False
         units = unit_elements(self.model.full_cost, row.training)
         errors = {"errors of signs": onebit_state_bytes(row.training.stage, self.gpus, units)}
@@ -222,7 +227,18 @@ def make_plan(
     """
     base = Training(gpus, moments_dtype=moments_dtype, optimizer_type=optimizer_type)
     rows = tuple(make_plan_entry(model, candidate, base, hardware, batch) for candidate in CANDIDATES)
-    return Plan(model, hardware, gpus, batch, objective, rows, recommend(rows, objective), tokens)
+    found = recommend(rows, objective)
+    if found is not None and model.ep_size > 1:
+        found = replace(found, reasons=(*found.reasons, _about_experts(model, found.entry)))
+    return Plan(model, hardware, gpus, batch, objective, rows, found, tokens)
+
+
+def _about_experts(model: ModelSpec, row: PlanEntry) -> str:
+    sent = short_bytes(tokens_sent(model.full_cost, row.training).all)
+    return (
+        f"The experts of each layer are spread over {model.ep_size} ranks (apply_expert_parallel), and a "
+        f"rank sends {sent} of tokens per step."
+    )
 
 
 def why_nothing_fits(plan: Plan) -> str:
@@ -244,7 +260,7 @@ def fewest_gpus(plan: Plan) -> int | None:
     """Return of whole hosts the fewest on which anything fits, to a sixteenth; one sample a GPU at a time.
     None beyond :data:`MOST_GPUS`.
     """
-    host = plan.hardware.ranks_per_node
+    host = math.lcm(plan.hardware.ranks_per_node, plan.model.ep_size)
     least, gpus = plan.gpus, max(host, -(-2 * plan.gpus // host) * host)
     while not _fits(plan, plan.model, gpus):
         least, gpus = gpus, 2 * gpus

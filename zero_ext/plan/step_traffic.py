@@ -195,6 +195,43 @@ def step_bytes(
     return found
 
 
+def expert_exchange_bytes(
+    tokens: int,
+    bytes_per_token: float,
+    ep_size: int,
+    *,
+    recomputed: bool = False,
+    ranks_per_node: int | None = None,
+) -> Sent:
+    """Return what one rank sends of its tokens in a step to the experts of one layer, and of their results.
+
+    An all-to-all exchange sends the rows of the tokens to their experts, and another one returns the results.
+    Backward has two as well. Ranks differ with the routing, and this is the mean of the ranks. The numbers of
+    rows, which are exchanged before, are left out.
+
+    Source: Lepikhin et al., "GShard" (arXiv 2006.16668), section 3.1.
+
+    Args:
+        tokens: of a rank in a step.
+        bytes_per_token: bytes of a token's rows: experts per token × width × bytes of an element.
+        ep_size: ranks that the experts are spread over.
+        recomputed: whether backward runs the layer's forward again.
+        ranks_per_node: neighboring ranks of one node. None: all ranks are in one.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError: a count that does not exist.
+    """
+    check_count("tokens", tokens, 0)
+    check_count("ep_size", ep_size, 1)
+    exchanges = 6 if recomputed else 4
+    nbytes = exchanges * tokens * bytes_per_token / ep_size  # to each of the ranks
+    inside = min(ranks_per_node or ep_size, ep_size)
+    return Sent(round(nbytes * (ep_size - 1)), round(nbytes * (ep_size - inside)))
+
+
 def matrices_sent(
     elements: int,
     world_size: int,

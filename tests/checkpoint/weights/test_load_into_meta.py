@@ -15,7 +15,8 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.checkpoint.files import CheckpointError
-from zero_ext.checkpoint.weights.load_into_meta import load_into_meta
+from zero_ext.checkpoint.weights.block_map import BlockMap
+from zero_ext.checkpoint.weights.load_into_meta import NamedTensors, load_into_meta
 from zero_ext.config import ZeroConfig
 from zero_ext.zero.units.presharded import presharded_of
 
@@ -39,9 +40,13 @@ def on_meta() -> Net:
         return Net()
 
 
-def same(files: Any) -> dict[str, str]:
+def same(files: Any) -> NamedTensors:
     """Names in the files are those in the model, but for a prefix."""
-    return {key: key.removeprefix("net.") for key in files.tensors}
+    tensors = {
+        key.removeprefix("net."): BlockMap.stored(key, tensor.entry.shape)
+        for key, (_, tensor) in files.tensors.items()
+    }
+    return NamedTensors(tensors, [])
 
 
 def write(world: World, folder: Path, state: dict[str, torch.Tensor]) -> None:

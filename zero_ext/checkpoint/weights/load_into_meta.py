@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_ext.checkpoint.chunk_reader import Chunk, ChunkReader, ChunkRequest
+from zero_ext.checkpoint.chunk_reader import ChunkReader, ChunkRequest
 from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.format.tensor_files import WeightFiles, find_weights, row_major
 from zero_ext.checkpoint.load_plan import refuse_misfits
+from zero_ext.checkpoint.weights.block_map import BlockMap
+from zero_ext.checkpoint.weights.block_reads import RangeRead, plan_reads
 from zero_ext.checkpoint.weights.fill_weights import misfits
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
@@ -25,11 +27,19 @@ from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_
 from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec
 from zero_ext.zero.units.presharded import PreshardedParameter, refuse_pickling, set_presharded
 
-CHUNK_BYTES = 2 << 20
 _MOST_SHOWN = 5
 _Result = TypeVar("_Result")
-# From the tensors of the files to what they fill: names in the model by names in the files.
-Naming = Callable[[WeightFiles], Mapping[str, str]]
+
+
+class NamedTensors(NamedTuple):
+    """Tensors by their names in a model, as they are assembled from tensors of files, and the names of those
+    that belong to no tensor of the model."""
+
+    tensors: Mapping[str, BlockMap]
+    unexpected: list[str]
+
+
+Naming = Callable[[WeightFiles], NamedTensors]
 
 
 def load_into_meta(
@@ -48,11 +58,11 @@ def load_into_meta(
     converted to the parameters' dtypes.
 
     ``path`` has safetensors as :func:`zero_ext.load_weights` takes them, ``config`` is for ``prepare``,
-    ``naming`` leads from the files found to names in the model by names in the files. Returns the first
-    names of the parameters and buffers without values in the files, still on the meta device, and what the
-    files have besides the model's. CheckpointError if a file is missing, damaged or hostile, ValueError if
-    shapes or dtypes do not fit or the files have nothing of the model, RuntimeError if another rank or
-    storage failed. The model is to be built again then.
+    ``naming`` leads from the files found to tensors by their names in the model, each of one tensor of the
+    files or assembled from several. Returns the first names of the parameters and buffers without values in
+    the files, still on the meta device, and what the files have besides the model's. CheckpointError if a
+    file is missing, damaged or hostile, ValueError if shapes or dtypes do not fit or the files have nothing
+    of the model, RuntimeError if another rank or storage failed. The model is to be built again then.
     """
     with torch.device("cpu"):
         join_world(config.timeout_seconds)
@@ -89,15 +99,6 @@ class _Target:
             self._into.store(begin, values, "device").wait_source()
 
 
-class _ChunkTarget(NamedTuple):
-    """Bytes of a file, elements of ``dtype``, that go to ``target`` from element ``begin`` on."""
-
-    chunk: Chunk
-    dtype: torch.dtype
-    target: _Target
-    begin: int
-
-
 class _Plan:
     """The tensors of the files by the parameters and buffers they fill, checked."""
 
@@ -118,47 +119,43 @@ class _Plan:
                     name = f"{prefix}.{key}" if prefix else key
                     names[name] = tensor
                     firsts.setdefault(tensor, name)
-        self._keys: dict[torch.Tensor, str] = {}
+        self._sources: dict[torch.Tensor, BlockMap] = {}
         named = naming(files)
-        for key, name in named.items():
+        self.unexpected = list(named.unexpected)
+        for name, blocks in named.tensors.items():
             if name in names:
-                self._keys[names[name]] = key
-        self.unexpected = [key for key, name in named.items() if name not in names]
-        if not self._keys:
+                self._sources[names[name]] = blocks
+            else:
+                self.unexpected += blocks.keys
+        if not self._sources:
             seen = ", ".join(list(files.tensors)[:_MOST_SHOWN]) or "nothing"
             raise ValueError(
                 f"{files.paths[0]}: expected tensors of {type(model).__name__}, got {seen}. Load the files "
                 "of this model."
             )
-        self.missing = [name for tensor, name in firsts.items() if tensor not in self._keys]
+        self.missing = [name for tensor, name in firsts.items() if tensor not in self._sources]
         problems = [
             problem
-            for tensor, key in self._keys.items()
-            for entry in [files.tensors[key][1].entry]
-            for problem in misfits(firsts[tensor], tensor.shape, tensor.dtype, entry.shape, entry.dtype)
+            for tensor, blocks in self._sources.items()
+            for stored in dict.fromkeys(files.tensors[key][1].entry.dtype for key in blocks.keys)
+            for problem in misfits(firsts[tensor], tensor.shape, tensor.dtype, blocks.shape, stored)
         ]
         refuse_misfits("weights: they do not fit the model", problems, "Load the files of this model.")
 
     def fill(self, collectives: Collectives, init_storage: InitStorage | None) -> None:
         """Read this rank's slice of every tensor, in the order of the files."""
-        chunk_targets: list[_ChunkTarget] = []
+        reads: list[tuple[RangeRead, _Target]] = []
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for tensor, key in self._keys.items():
+        for tensor, blocks in self._sources.items():
             value, target = _allocate(tensor, collectives, init_storage)
             made.append((tensor, value))
-            file, (entry, offset) = self._files.tensors[key]
-            size = entry.dtype.itemsize
-            step = CHUNK_BYTES // size
-            for begin in range(0, target.numel, step):
-                count = min(step, target.numel - begin)
-                chunk = Chunk(file, offset + (target.start + begin) * size, count * size, None, repr(key))
-                chunk_targets.append(_ChunkTarget(chunk, entry.dtype, target, begin))
-        chunk_targets.sort(key=lambda chunk_target: chunk_target.chunk[:2])
+            reads += ((each, target) for each in plan_reads(self._files, blocks, target.start, target.numel))
+        reads.sort(key=lambda each: each[0].copies[0].chunk[:2])
+        requests = [ChunkRequest(copy.chunk, None) for read, _ in reads for copy in read.copies]
         with ChunkReader(self._files.paths) as reader:
-            requests = [ChunkRequest(chunk_target.chunk, None) for chunk_target in chunk_targets]
-            for number, data in reader.verified(requests):
-                _, dtype, target, begin = chunk_targets[number]
-                target.put(begin, data.view(dtype))
+            data: Iterator[torch.Tensor] = (each for _, each in reader.verified(requests))
+            for read, target in reads:
+                target.put(read.begin, read.values(data, target.dtype))
         for tensor, value in made:
             for module, key in self._owners[tensor]:
                 if isinstance(tensor, nn.Parameter):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from zero_ext.activation.chunked_cross_entropy import ChunkTokens, linear_cross_entropy
+from zero_ext.activation import linear_cross_entropy
+from zero_ext.activation.chunked_checkpoint import ChunkTokens
 from zero_ext.zero.units.dtensor_local import is_distributed
 
 # Hooks of this module on the head only gather its weight, which the loss does itself.

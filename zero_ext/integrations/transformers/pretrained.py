@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers import AutoConfig, GenerationConfig
 
 from zero_ext.checkpoint.files import CheckpointError
-from zero_ext.checkpoint.format.tensor_files import WeightFiles
 from zero_ext.checkpoint.weights.load_into_meta import load_into_meta
 from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import show
 from zero_ext.config.sources.config_source import ConfigSource
 from zero_ext.integrations.transformers.trainer_config import load_settings
+from zero_ext.integrations.transformers.weight_conversion import ConvertedWeights
 from zero_ext.zero.construction.sharded_init import Init
 
 logger = logging.getLogger("zero_ext")
@@ -49,9 +47,11 @@ def from_pretrained(
     """Load the model in `folder` with parameters initialized as shards; a collective of all ranks.
 
     Each rank reads the bytes of its own shards, in chunks, into the tier that `zero_config` names,
-    so no rank holds the model, whatever its size. It goes to `ZeroTrainer` or [`prepare`][zero_ext.prepare]
-    with the same configuration. Parameters that the files lack (a new head) are initialized as the model's
-    class does, each in full, and named in a warning. `resize_token_embeddings` works on it as on any model.
+    so no rank holds the model, whatever its size. Experts that the files hold one by one are stacked, and
+    matrices concatenated or transposed, on the way. The model goes to `ZeroTrainer` or
+    [`prepare`][zero_ext.prepare] with the same configuration. Parameters that the files lack (a new head) are
+    initialized as the model's class does, each in full, and named in a warning. `resize_token_embeddings`
+    works on it as on any model.
     Stages below 3 keep full parameters.
 
     Args:
@@ -70,8 +70,8 @@ def from_pretrained(
     Raises:
         CheckpointError: weights are missing, damaged or hostile.
         TypeError: no class of models, or a setting that nothing takes.
-        ValueError: shapes do not fit, the folder holds a model of another class, the weights are quantized,
-            or the class puts its weights together from others of the files.
+        ValueError: shapes do not fit, experts are missing or there twice, the folder holds a model of another
+            class, the weights are quantized, or the class computes with values of the files.
         ConfigError: `zero_config` cannot be used.
     """
     chosen = load_settings(zero_config)
@@ -87,7 +87,9 @@ def from_pretrained(
         )
     _check_config(model_class, config, folder)
     model = _skeleton(model_class, config, dtype, implementation)
-    missing, unexpected = load_into_meta(model, folder, chosen, partial(_names, model), process_group)
+    weights = ConvertedWeights(model)
+    missing, unexpected = load_into_meta(model, folder, chosen, weights, process_group)
+    model._weight_conversions = weights.used_rules()  # save_pretrained reverts them
     _report(model, missing, unexpected, folder)
     # What is still to be initialized, or written to by tying, is whole only while it is touched.
     with Init(chosen, process_group=process_group):
@@ -166,29 +168,12 @@ def _skeleton(
     with torch.device("meta"):
         model = make(config, dtype=wanted or torch.float32, **implementation)
         model.tie_weights()
+    # Some classes need float32 for a few tensors, such as the biases of routers.
+    exceptions = [re.compile(each.replace("*", ".*")) for each in model._get_dtype_plan(model.dtype)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and any(each.search(name) for each in exceptions):
+            tensor.data = tensor.data.float()
     return model
-
-
-def _names(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
-    """Return names in the model by names in the files, as ``from_pretrained`` of transformers maps them.
-
-    Raises ``ValueError`` if several tensors of the files make up one of the model's.
-    """
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    known, prefix = model.state_dict(), model.base_model_prefix
-    found = {}
-    for key in files.tensors:
-        found[key], converted = rename_source_key(key, renamings, converters, prefix, known)
-        if converted is not None:
-            name = type(model).__name__
-            raise ValueError(
-                f"{name}: {found[key]!r} is built from {key!r} and others, so it cannot be read shard by "
-                f"shard. Load it inside zero_ext.Init(config) with {name}.from_pretrained(folder), which "
-                "needs memory for full tensors."
-            )
-    return found
 
 
 def _report(model: Any, missing: list[str], unexpected: list[str], folder: str | os.PathLike[str]) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from zero_ext.config.lazy_imports import lazy_getattr
 
 from .hardware import MACHINES, Hardware, machine_named
+from .mixture import Mixture
 from .published import PUBLISHED, Comparison, Published, compare_published, scaling
 from .simulate import Simulation, calibrated, fastest_placements, nearest_to_fit, simulate
 from .training_setup import Training
@@ -19,6 +20,7 @@ __all__ = [
     "TRANSFORMERS",
     "Comparison",
     "Hardware",
+    "Mixture",
     "ModelCost",
     "Published",
     "Simulation",

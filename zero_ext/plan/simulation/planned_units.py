@@ -35,7 +35,8 @@ class _Parameter:
 
     The unit is gathered for the parameters ``gathered_for``, and in backward too where that ``rereads`` it.
     ``block`` are the parameters of its block, None outside blocks. Modules at both ends share what is
-    ``tied``. ``rule`` is the optimizer that steps it, which the others of its unit have too.
+    ``tied``. ``rule`` is the optimizer that steps it, which the others of its unit have too. ``spread`` ranks
+    each have another one.
     """
 
     elements: int
@@ -45,14 +46,17 @@ class _Parameter:
     block: ParameterSpan | None
     rereads: bool
     tied: bool
+    spread: int
 
 
 class _Tensor(NamedTuple):
-    """Elements of a tensor of a group, whether it is one of a matrix's tiles, and whether a hidden matrix."""
+    """Elements of a tensor of a group, whether it is one of a matrix's tiles, whether a hidden matrix, and
+    the number of ranks that each have another one."""
 
     elements: int
     tile: bool = False
     hidden_matrix: bool = False
+    spread: int = 1
 
 
 class MatrixStep(NamedTuple):
@@ -73,22 +77,29 @@ class MatrixStep(NamedTuple):
     vectors: int = 0
 
 
-def unit_elements(model: ModelCost, training: Training) -> Mapping[int, int]:
-    """Return elements of a unit's flat buffer, padding included: how many units are that long."""
+def unit_elements(model: ModelCost, training: Training, spread: int = 1) -> Mapping[int, int]:
+    """Return elements of a unit's flat buffer, padding included: how many units are that long.
+
+    They are those of parameters that ``spread`` ranks each have others of, such as experts.
+    """
     found: Counter[int] = Counter()
-    for lengths in unit_elements_by_rule(model, training).values():
+    for lengths in unit_elements_by_rule(model, training, spread).values():
         found.update(lengths)
     return found
 
 
-def unit_elements_by_rule(model: ModelCost, training: Training) -> Mapping[str, Mapping[int, int]]:
+def unit_elements_by_rule(
+    model: ModelCost, training: Training, spread: int = 1
+) -> Mapping[str, Mapping[int, int]]:
     """Return the units that each optimizer of :attr:`Training.rules` steps, as :func:`unit_elements`.
 
     A shard is a whole number of 64 bytes, and of blocks of 4096 where parameters are in storage: nothing
     besides a large unit, but all of it for the norm at a model's end, which is a unit of its own.
     """
+    training = training.among(spread)
     key = (
         "units",
+        spread,
         training.world_size,
         training.placement.params,
         training.placement.params_tier,
@@ -97,21 +108,27 @@ def unit_elements_by_rule(model: ModelCost, training: Training) -> Mapping[str, 
         training.rules,
     )
     if key not in model.derived:
-        model.derived[key] = _lengths(model.tensor_groups, training)
+        model.derived[key] = _lengths(model.tensor_groups, training, spread)
     found: Mapping[str, Mapping[int, int]] = model.derived[key]
     return found
 
 
-def padded_elements(model: ModelCost, training: Training) -> int:
-    """Of all units."""
-    return sum(numel * units for numel, units in unit_elements(model, training).items())
+def padded_elements(model: ModelCost, training: Training, spread: int = 1) -> int:
+    """Of all units of :func:`unit_elements`."""
+    return sum(numel * units for numel, units in unit_elements(model, training, spread).items())
 
 
 def matrix_step(model: ModelCost, training: Training) -> MatrixStep:
     """Return what a step works on of full matrices; nothing for optimizers that step elements by themselves.
 
-    Raises ``ValueError`` if an optimizer needs full matrices and their shapes are unknown.
+    Raises ``ValueError`` if an optimizer needs full matrices and their shapes are unknown or the model has
+    experts.
     """
+    if model.has_experts and (training.needs_full_tensors or OPTIMIZERS[training.optimizer_type].factors):
+        raise ValueError(
+            f"optimizer_type: expected one that steps elements by themselves for {model.name}, a mixture of "
+            f"experts, got {training.optimizer_type}. Choose AdamW."
+        )
     if OPTIMIZERS[training.optimizer_type].factors:
         return _lines(model)
     if not training.needs_full_tensors:
@@ -189,10 +206,24 @@ def planned_units(
     """Yield the units of ``groups``, as staging is planned for them."""
     parameters = _parameters(groups, training)
     spans = gradient_spans([parameter.block for parameter in parameters])
+    for spread in sorted({parameter.spread for parameter in parameters}):
+        own = training.among(spread)
+        yield from _units_of(spread, parameters, spans, placement.on_ranks(own.world_size), own)
+
+
+def _units_of(
+    spread: int,
+    parameters: Sequence[_Parameter],
+    spans: Sequence[ParameterSpan],
+    placement: StatePlacement,
+    training: Training,
+) -> Iterator[UnitSpec]:
+    """Yield the units of the parameters that are ``spread`` over so many ranks."""
     sizes = [parameter.elements for parameter in parameters]
     members: dict[tuple[int, str], list[int]] = {}
     for number, parameter in enumerate(parameters):
-        members.setdefault((parameter.unit if placement.params else 0, parameter.rule), []).append(number)
+        if parameter.spread == spread:
+            members.setdefault((parameter.unit if placement.params else 0, parameter.rule), []).append(number)
     units = list(members.values())
     if not placement.params:
         units = [
@@ -206,7 +237,7 @@ def planned_units(
         grads_start = max(last for _, last in own)
         first = parameters[unit[0]]
         yield UnitSpec(
-            str(name),
+            f"{spread}.{name}",
             numel,
             PARAMETER_BYTES,
             training.world_size,
@@ -220,7 +251,7 @@ def planned_units(
         )
 
 
-def _lengths(groups: Sequence[TensorGroup], training: Training) -> dict[str, Counter[int]]:
+def _lengths(groups: Sequence[TensorGroup], training: Training, spread: int) -> dict[str, Counter[int]]:
     """See :func:`unit_elements_by_rule`; groups that are alike are looked at together."""
     placement, ranks = training.placement, training.world_size
     found: dict[str, Counter[int]] = {rule: Counter() for rule in training.rules}
@@ -230,7 +261,7 @@ def _lengths(groups: Sequence[TensorGroup], training: Training) -> dict[str, Cou
                 tensor.elements
                 for group in groups
                 for tensor in _tensors(group, training.stage == 3)
-                if training.rule_of(tensor.hidden_matrix) == rule
+                if training.rule_of(tensor.hidden_matrix) == rule and tensor.spread == spread
             ]
             for unit in bucket_groups(sizes, training.bucket_elements):
                 lengths[_padded([sizes[number] for number in unit], placement, ranks)] += 1
@@ -239,6 +270,8 @@ def _lengths(groups: Sequence[TensorGroup], training: Training) -> dict[str, Cou
         own: dict[str, list[int]] = {}
         for tensor in _tensors(group, True):
             rule = training.rule_of(tensor.hidden_matrix)
+            if tensor.spread != spread:
+                continue
             if tensor.tile:
                 found[rule][_padded([tensor.elements], placement, ranks)] += alike
             else:
@@ -269,10 +302,14 @@ def _parameters(groups: Sequence[TensorGroup], training: Training) -> list[_Para
             rule, rereads = training.rule_of(tensor.hidden_matrix), not group.looked_up
             if tensor.tile:
                 tile = len(found), len(found)
-                found.append(_Parameter(tensor.elements, units, rule, tile, tile, rereads, False))
+                found.append(_Parameter(tensor.elements, units, rule, tile, tile, rereads, False, 1))
                 units += 1
             else:
-                found.append(_Parameter(tensor.elements, own, rule, gathered_for, block, rereads, group.tied))
+                found.append(
+                    _Parameter(
+                        tensor.elements, own, rule, gathered_for, block, rereads, group.tied, tensor.spread
+                    )
+                )
     return found
 
 
@@ -289,7 +326,7 @@ def _tensors(group: TensorGroup, tiled: bool) -> list[_Tensor]:
             matrix = [_Tensor(-(-group.matrices[index] // tiles), tiles > 1, group.block)] * tiles
             beside = [*beside, *matrix] if group.vectors_first else [*matrix, *beside]
         found += beside
-    return found
+    return found + [_Tensor(stack, spread=group.spread) for stack in group.experts]
 
 
 def staging_bytes(
@@ -325,27 +362,30 @@ def staging_bytes(
     return staging
 
 
-def lengths_gathered_once(model: ModelCost, training: Training) -> Counter[int]:
-    """Return elements of a unit's flat buffer: how many units that long a step gathers for forward alone."""
-    if not training.placement.params:
+def lengths_gathered_once(model: ModelCost, training: Training, spread: int = 1) -> Counter[int]:
+    """Return elements of a unit's flat buffer: how many units that long a step gathers for forward alone, as
+    :func:`unit_elements`."""
+    if not training.among(spread).placement.params:
         return Counter()
-    key = "gathered once", _what_counts(training)
+    key = "gathered once", spread, _what_counts(training)
     if key not in model.derived:
-        units = _shallow_units(model, training.placement, training)
-        model.derived[key] = Counter(unit.numel for unit in gathered_once(units, config_of(training)))
+        units = gathered_once(_shallow_units(model, training.placement, training), config_of(training))
+        ranks = training.among(spread).world_size
+        model.derived[key] = Counter(unit.numel for unit in units if unit.world_size == ranks)
     return model.derived[key]
 
 
 def unit_specs(units: Sequence[UnitCost], training: Training) -> list[UnitSpec]:
     """Return ``units``, each a unit of the engine, as the engine describes them."""
     last = len(units) - 1
+    own = {unit.spread: training.among(unit.spread) for unit in set(units)}
     return [
         UnitSpec(
             str(number),
             unit.parameters,
             PARAMETER_BYTES,
-            training.world_size,
-            training.placement,
+            own[unit.spread].world_size,
+            own[unit.spread].placement,
             gathered=(0, last) if unit.tied else (number, number),
             grads_start=number,
             grads_end=(number, number),

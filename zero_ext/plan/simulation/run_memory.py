@@ -122,11 +122,13 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
     found = MemoryNeeds({}, {}, {}, min(training.world_size, hardware.ranks_per_node))
     for kind, tier in training.tiers.items():
         getattr(found, tier)[kind] = 0
-    for rule, lengths in unit_elements_by_rule(model, training).items():
-        for elements, units in lengths.items():
-            state_bytes = _state_bytes(elements, training, rule)
-            for kind, tier in training.tiers.items():
-                getattr(found, tier)[kind] += units * state_bytes[kind]
+    for spread in model.spreads:
+        own = training.among(spread)
+        for rule, lengths in unit_elements_by_rule(model, training, spread).items():
+            for elements, units in lengths.items():
+                state_bytes = _state_bytes(elements, own, rule)
+                for kind, tier in training.tiers.items():
+                    getattr(found, tier)[kind] += units * state_bytes[kind]
     if OPTIMIZERS[training.optimizer_type].factors:
         step = matrix_step(model, training)
         tier = TIERS[training.optimizer].near
@@ -136,7 +138,10 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
     if training.update_mode == "delayed":
         # Updates alongside the next step have gradients of their own, and host memory for the updated
         # parameters where they would have to be read from storage.
-        owned = padded_elements(model, training) // training.world_size
+        owned = sum(
+            padded_elements(model, training, spread) // training.among(spread).world_size
+            for spread in model.spreads
+        )
         found.host["grads"] = found.host.get("grads", 0) + owned * training.gradient_bytes
         if is_stored(training.optimizer):
             found.host["optimizer"] = found.host.get("optimizer", 0) + owned * PARAMETER_BYTES

@@ -17,7 +17,13 @@ from zero_ext.plan.simulation.step_schedule import StepSchedule
 from zero_ext.plan.simulation.task_timeline import COMPUTE, READ, TO_DEVICE, TO_HOST, WRITE, Costs, Timeline
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS, PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, UnitCost
-from zero_ext.plan.step_traffic import Sent, lines_sent, matrices_sent, step_bytes
+from zero_ext.plan.step_traffic import (
+    Sent,
+    expert_exchange_bytes,
+    lines_sent,
+    matrices_sent,
+    step_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -184,8 +190,10 @@ def simulated(
     if len(layers) <= most_units:
         timeline = run(model.units)
         return timeline.end, timeline.busy
-    tiles = round(1 / layers[0].share)
+    tiles = round(1 / layers[-1].share) if layers[-1].spread == 1 else 2  # units of the last layer
     few = max(1, most_units // (3 * tiles)) * tiles
+    # Dense layers before those with experts are in both depths, and units of a layer are not separated.
+    few += next((number for number, unit in enumerate(layers) if unit.share < 1), 0) % tiles
     begin = model.units.index(layers[0])
     before, after = model.units[:begin], model.units[begin + len(layers) :]
     shallow, deep = (run((*before, *layers[:count], *after)) for count in (few, 2 * few))
@@ -199,20 +207,48 @@ def simulated(
 
 def sent_in_step(model: ModelCost, training: Training, policy: CommunicationConfig) -> Sent:
     """Return what one rank sends in a step."""
-    sent = step_bytes(
-        training.stage,
-        training.world_size,
-        unit_elements(model, training),
-        policy,
-        bytes_per_element=PARAMETER_BYTES,
-        gradient_bytes=training.gradient_bytes,
-        accumulation_steps=training.accumulation_steps,
-        gathered_once=lengths_gathered_once(model, training),
-    )
+    sent = Sent()
+    for spread in model.spreads:
+        by_kind = step_bytes(
+            training.stage,
+            training.among(spread).world_size,
+            unit_elements(model, training, spread),
+            among_ranks(policy, spread),
+            bytes_per_element=PARAMETER_BYTES,
+            gradient_bytes=training.gradient_bytes,
+            accumulation_steps=training.accumulation_steps,
+            gathered_once=lengths_gathered_once(model, training, spread),
+        )
+        sent = sum(by_kind.values(), sent)
+    sent += tokens_sent(model, training, policy.ranks_per_node)
     matrices = matrix_step(model, training)
     ranks, per_node = training.world_size, policy.ranks_per_node
     sums = lines_sent(matrices.lines if training.placement.optimizer else 0, ranks, per_node)
-    return sum(sent.values(), sums + matrices_sent(matrices.sent, ranks, per_node, training.ns_dtype))
+    return sent + sums + matrices_sent(matrices.sent, ranks, per_node, training.ns_dtype)
+
+
+def among_ranks(policy: CommunicationConfig, spread: int) -> CommunicationConfig:
+    """Return ``policy`` as it holds among ranks with the same experts, every ``spread``-th one."""
+    per_node = policy.ranks_per_node
+    if spread == 1 or per_node is None:
+        return policy
+    return policy.replace(ranks_per_node=per_node // spread if per_node % spread == 0 else 1)
+
+
+def tokens_sent(model: ModelCost, training: Training, ranks_per_node: int | None = None) -> Sent:
+    """Return what one rank sends of tokens to experts on other ranks in a step, on average over the ranks."""
+    samples = training.micro_batch * training.accumulation_steps
+    found = Sent()
+    for unit in model.units:
+        if unit.exchanged:
+            found += expert_exchange_bytes(
+                samples * model.sequence,
+                unit.exchanged,
+                unit.spread,
+                recomputed=unit.recomputes and training.activations != "saved",
+                ranks_per_node=ranks_per_node,
+            )
+    return found
 
 
 ALIKE = 1.01

@@ -22,7 +22,7 @@ from zero_ext.plan.simulation.task_timeline import (
 )
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
 from zero_ext.plan.simulation.transformer_cost import UnitCost
-from zero_ext.zero.memory.gathered_unit import UnitSpec
+from zero_ext.zero.memory.gathered_unit import ExpertSelection, UnitSpec
 from zero_ext.zero.unshard.pool_replay import PlannedPasses, PlannedUnit
 
 CHUNKS = 256  # of all updates through NVMe at most; the engine's chunks are smaller, which changes ends only
@@ -53,7 +53,7 @@ class OptimizerSchedule:
         if not self._training.clipping:
             return 0.0
         sharded = self._placement.grads or self._placement.optimizer
-        return self._costs.norm(sum(self._training.owned(unit.parameters, sharded) for unit in self._units))
+        return self._costs.norm(sum(self._costs.owned(unit, sharded) for unit in self._units))
 
     def run_all(self, after: Sequence[int]) -> None:
         """Update all units, each after ``after``."""
@@ -161,13 +161,14 @@ class OptimizerSchedule:
         if is_stored(self._training.params):
             seconds = nbytes / self._costs.rates.nvme_write
             self._writes.append((f"store parameters {number}", seconds, ready))
-        if self._training.world_size > 1 and self._placement.optimizer and not self._placement.params:
-            seconds = self._costs.collective(self._units[number].parameters, PARAMETER_BYTES)
+        unit = self._units[number]
+        if self._costs.ranks(unit) > 1 and self._placement.optimizer and not self._placement.params:
+            seconds = self._costs.collective(unit.parameters, PARAMETER_BYTES, unit.spread)
             ready = [self._add(f"gather updated {number}", LINK, seconds, ready)]
         return ready
 
     def _owned(self, number: int) -> int:
-        return self._training.owned(self._units[number].parameters, self._placement.optimizer)
+        return self._costs.owned(self._units[number], self._placement.optimizer)
 
 
 class _SimulatedUnit(PlannedUnit):
@@ -182,9 +183,9 @@ class _SimulatedUnit(PlannedUnit):
         """Return whether other ranks have shards of it, or the device is not the processor."""
         return super().needs_early_gather or not self._schedule.costs.hardware.device_is_host
 
-    def to_fetching(self, exact: bool = False) -> None:
+    def to_fetching(self, exact: bool = False, experts: ExpertSelection = None) -> None:
         """Add the read from NVMe, if there is one."""
-        super().to_fetching(exact)
+        super().to_fetching(exact, experts)
         self._schedule.fetch(self._number)
 
     def to_gathering(self) -> None:
@@ -245,7 +246,9 @@ class StepSchedule:
     def _forward(self) -> None:
         for number in self._passes.forward():
             unit = self.units[number]
+            self._exchange(number, 1)
             self._now = [self._compute("forward", number, self.costs.forward(unit), self._now)]
+            self._exchange(number, 1)
             if self.training.activations == "recomputed_host" and unit.recomputes:
                 away = self.costs.to_host(self.costs.tokens * unit.output)
                 self._outputs[number] = self._add(f"offload output {number}", TO_HOST, away, self._now)
@@ -258,18 +261,27 @@ class StepSchedule:
                 back = self.costs.to_device(self.costs.tokens * unit.output)
                 ready = [self._outputs.pop(number), *self._now]
                 after = [*self._now, self._add(f"fetch output {number}", TO_DEVICE, back, ready)]
-            self._now = [self._compute("backward", number, self.costs.backward(unit), after)]
+            self._now = after
+            self._exchange(number, 3 if self.costs.recomputes(unit) else 1)
+            self._now = [self._compute("backward", number, self.costs.backward(unit), self._now)]
+            computed = self._now
+            self._exchange(number, 1)
             if self.placement.grads or last:
                 if len(flying) == REDUCTIONS_IN_FLIGHT:
                     self._finish_oldest(flying, last)
-                self._reduce(number, first)
+                self._reduce(number, computed[0], first)
                 flying.append(number)
-                if self.training.world_size == 1:
+                if self.costs.ranks(unit) == 1:
                     self._finish_oldest(flying, last)
             elif not first:
                 self._add_up(number)
         while flying:
             self._finish_oldest(flying, last)
+
+    def _exchange(self, number: int, times: int) -> None:
+        """Send tokens to experts on other ranks, or their results back, and wait for those of other ranks."""
+        if seconds := self.costs.exchange(self.units[number]):
+            self._now = [self._add(f"exchange {number}", LINK, times * seconds, self._now)]
 
     def _finish_oldest(self, flying: deque[int], last: bool) -> None:
         """Backward waits for the reduction; an update in backward runs in its thread."""
@@ -285,7 +297,7 @@ class StepSchedule:
     def fetch(self, number: int) -> None:
         """Read the shard of a unit, if it is on NVMe."""
         if is_stored(self.training.params):
-            shard = self.training.owned(self.units[number].parameters, True)
+            shard = self.costs.owned(self.units[number], True)
             seconds = shard * PARAMETER_BYTES / self.costs.rates.nvme_read
             self._fetched[number] = self._add(f"fetch {number}", READ, seconds, [*self._now, *self._awaited])
 
@@ -297,11 +309,11 @@ class StepSchedule:
             ready.append(self._fetched.pop(number))
         straight = is_stored(tier) and self.costs.hardware.device_is_host
         if tier != "device" and not straight:
-            shard = self.training.owned(unit.parameters, True)
+            shard = self.costs.owned(unit, True)
             seconds = self.costs.to_device(shard * PARAMETER_BYTES)
             ready = [self._add(f"shard {number}", TO_DEVICE, seconds, ready)]
-        if self.training.world_size > 1:
-            seconds = self.costs.collective(unit.parameters, PARAMETER_BYTES)
+        if self.costs.ranks(unit) > 1:
+            seconds = self.costs.collective(unit.parameters, PARAMETER_BYTES, unit.spread)
             ready = [self._add(f"gather {number}", LINK, seconds, ready)]
         self._gathered[number] = ready
 
@@ -314,15 +326,15 @@ class StepSchedule:
         seconds = self.costs.accumulate(self.units[number].parameters, self.costs.rates.device)
         self._now = [*self._now, self._add(f"accumulate {number}", COMPUTE, seconds, self._now)]
 
-    def _reduce(self, number: int, first: bool) -> None:
-        """Reduction over the ranks, then to the gradient's storage."""
-        task = self._now[0]
-        if self.training.world_size > 1:
+    def _reduce(self, number: int, task: int, first: bool) -> None:
+        """Reduction over the ranks behind ``task``, then to the gradient's storage."""
+        unit = self.units[number]
+        if self.costs.ranks(unit) > 1:
             width = PARAMETER_BYTES if self.placement.grads else self.training.gradient_bytes
-            elements = self.units[number].parameters
-            task = self._add(f"reduce {number}", LINK, self.costs.reduce(elements, width), [task])
+            seconds = self.costs.reduce(unit.parameters, width, unit.spread)
+            task = self._add(f"reduce {number}", LINK, seconds, [task])
             if not self.placement.optimizer:
-                seconds = self.costs.collective(elements, width)
+                seconds = self.costs.collective(unit.parameters, width, unit.spread)
                 task = self._add(f"gather gradient {number}", LINK, seconds, [task])
         self._reduced[number] = task
         self._stored_gradients[number] = self._store_gradient(number, task, first)
@@ -331,7 +343,7 @@ class StepSchedule:
         if not self.placement.grads:
             return task
         tier, rates = self.training.grads, self.costs.rates
-        shard = self.training.owned(self.units[number].parameters, True)
+        shard = self.costs.owned(self.units[number], True)
         if tier != "device":
             seconds = self.costs.to_host(shard * PARAMETER_BYTES)
             task = self._add(f"gradient {number}", TO_HOST, seconds, [task])

@@ -107,11 +107,24 @@ class Costs:
         """Two products for each of forward; weights read, gradients written and, where there are other ranks,
         moved into the unit's flat buffer; the forward again if it is recomputed."""
         saved = self.tokens * unit.activations
-        passes = 2 if self.training.world_size == 1 else 4
+        passes = 2 if self.ranks(unit) == 1 else 4
         moved = passes * PARAMETER_BYTES * unit.parameters + BACKWARD_TRAFFIC * saved
         again = self.forward(unit) if self.recomputes(unit) else 0.0
         seconds = self._compute(2 * self.flops(unit), moved) + 2 * unit.share * self.hardware.unit_seconds
         return seconds + again
+
+    def ranks(self, unit: UnitCost) -> int:
+        """Return the ranks that share a unit."""
+        return self.training.world_size // unit.spread
+
+    def owned(self, unit: UnitCost, sharded: bool) -> int:
+        """Return the elements of a unit that a rank has: of its shard, or all."""
+        return self.training.among(unit.spread).owned(unit.parameters, sharded)
+
+    def exchange(self, unit: UnitCost) -> float:
+        """Return one all-to-all of the tokens of a unit with experts."""
+        received = self.tokens * unit.exchanged * (unit.spread - 1) / unit.spread
+        return self.rates.latency + received / self.rates.collective if received else 0.0
 
     def flops(self, unit: UnitCost) -> float:
         """FLOPs (no seconds) of a unit's forward of one micro-batch."""
@@ -121,22 +134,23 @@ class Costs:
         """Return whether a unit's forward runs twice."""
         return unit.recomputes and self.training.activations != "saved"
 
-    def collective(self, elements: int, itemsize: int) -> float:
+    def collective(self, elements: int, itemsize: int, spread: int = 1) -> float:
         """Return one gather or reduce-scatter of ``elements``: a rank receives all but its own part.
 
-        Where parameters are not sharded, units go in buckets: a smaller one has its part of the latency.
+        Of ``spread`` ranks each has other elements. Where parameters are not sharded, units go in buckets: a
+        smaller one has its part of the latency.
         """
-        ranks = self.training.world_size
+        ranks = self.training.world_size // spread
         if ranks == 1:
             return 0.0
         share = 1.0 if self.placement.params else min(1.0, elements / self.training.bucket_elements)
         return share * self.rates.latency + elements * itemsize * (ranks - 1) / ranks / self.rates.collective
 
-    def reduce(self, elements: int, itemsize: int) -> float:
+    def reduce(self, elements: int, itemsize: int, spread: int = 1) -> float:
         """Return a reduce-scatter. Those of processors sum what all ranks sent of a shard in a pass of its
         own.
         """
-        ranks, seconds = self.training.world_size, self.collective(elements, itemsize)
+        ranks, seconds = self.training.world_size // spread, self.collective(elements, itemsize, spread)
         if ranks > 1 and self.hardware.device_is_host:
             seconds += elements * itemsize * (1 + 1 / ranks) / self.rates.device
         return seconds

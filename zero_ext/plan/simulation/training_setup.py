@@ -199,6 +199,25 @@ class Training(StateTiers):
         )
         return found.on_ranks(self.world_size)
 
+    def among(self, spread: int) -> Training:
+        """Return the run as the ranks with the same experts share these.
+
+        Args:
+            spread: ranks that each have other experts.
+
+        Returns:
+            The same on a `spread`-th of the ranks.
+
+        Raises:
+            ValueError: `spread` does not divide the ranks.
+        """
+        if self.world_size % spread:
+            raise ValueError(
+                f"ep: expected a divisor of the {self.world_size} data-parallel ranks, got {spread}. "
+                "Choose a divisor."
+            )
+        return self if spread == 1 else replace(self, world_size=self.world_size // spread)
+
     @property
     def samples(self) -> int:
         """Samples that all ranks see in a step."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from zero_ext.plan.simulation.mixture import Mixture
 from zero_ext.plan.state_memory import check_count
 
 
@@ -24,6 +25,8 @@ class UnitCost:
         recomputes: its forward runs again in backward where activations are recomputed.
         tied: modules at both ends of the model use it.
         looked_up: rows of it are taken and nothing else, so that backward does not read it.
+        spread: ranks that each have other parameters here. ZeRO shards them over ranks with the same ones.
+        exchanged: that an all-to-all before and behind it moves, those that stay on the rank included.
     """
 
     name: str
@@ -35,6 +38,8 @@ class UnitCost:
     recomputes: bool = True
     tied: bool = False
     looked_up: bool = False
+    spread: int = 1
+    exchanged: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class TensorGroup:
         looked_up: rows of it are taken and nothing else, so that backward does not read it.
         side: rows or columns of every matrix; 0: unknown.
         vectors_first: a norm comes before the matrices.
+        experts: elements of the stacks of experts, those of one of ``spread`` ranks.
+        spread: ranks that each have other experts.
     """
 
     matrices: tuple[int, ...]
@@ -59,11 +66,13 @@ class TensorGroup:
     looked_up: bool = False
     side: int = 0
     vectors_first: bool = False
+    experts: tuple[int, ...] = ()
+    spread: int = 1
 
     @property
     def elements(self) -> int:
         """Of all of them."""
-        return sum(self.matrices) + self.vectors
+        return sum(self.matrices) + self.vectors + sum(self.experts)
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,16 @@ class ModelCost:
         return sum(unit.parameters for unit in self.units)
 
     @cached_property
+    def spreads(self) -> tuple[int, ...]:
+        """Numbers of ranks that parameters are spread over before ZeRO shards them, 1 first."""
+        return tuple(sorted({1, *(group.spread for group in self.tensor_groups)}))
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Return whether there is a mixture of experts."""
+        return any(group.experts for group in self.tensor_groups)
+
+    @cached_property
     def activations(self) -> float:
         """Bytes per token that autograd keeps of all units."""
         return sum(unit.activations for unit in self.units)
@@ -120,7 +139,8 @@ class Transformer:
     default. A token's forward takes 2 FLOPs per parameter of matrices and 4hs of attention (Narayanan et al.
     2021, arXiv 2104.04473, section 5.1). A layer's activations are h(34 + 5as/h) bytes per token (Korthikanti
     et al. 2022, arXiv 2205.05198, equation 2). The second term, the attention matrix, is not kept where
-    `fused_attention`.
+    `fused_attention`. In a layer with a mixture, 19 of the 34 are those of its experts instead, and FLOPs are
+    those of the experts that a token passes.
 
     Attributes:
         name: for tables.
@@ -144,6 +164,9 @@ class Transformer:
             biases are full on each (Shoeybi et al., arXiv 1909.08053, section 3), and so are scores of the
             vocabulary. A layer keeps h(10 + 24/t + 5as/(ht)) bytes of activations per token (Korthikanti et
             al., equation 2). Cost is that of one of these ranks.
+        attention: elements of the matrices of attention, where they are others than those of queries, keys,
+            values and outputs.
+        mixture: experts of the layers; None: all layers are dense.
 
     Raises:
         ValueError: a size is out of range.
@@ -166,19 +189,26 @@ class Transformer:
     before: int = 0
     after: int = 0
     tp_size: int = 1
+    attention: tuple[int, ...] = ()
+    mixture: Mixture | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "vocabulary", "sequence", "tiles", "tp_size"):
             check_count(name, getattr(self, name), 1)
         for name in ("feed_forward", "key_value_heads", "head_size", "vectors", "before", "after"):
             check_count(name, getattr(self, name), 0)
+        if self.mixture is not None and (self.tp_size, self.tiles) != (1, 1):
+            raise ValueError(
+                f"tp_size, tiles: expected 1 with a mixture of experts, got {self.tp_size} and {self.tiles}. "
+                "Use 'ep' to spread the experts."
+            )
 
     @property
     def layer_matrices(self) -> tuple[int, int]:
-        """Elements of a layer's matrices: those of attention, those of its feed-forward part."""
+        """Elements of a dense layer's matrices: those of attention, those of its feed-forward part."""
         heads = self.key_value_heads or self.heads
         width = self.heads * self.head_size or self.hidden
-        attention = 2 * self.hidden * (width + width * heads // self.heads)
+        attention = sum(self.attention) or 2 * self.hidden * (width + width * heads // self.heads)
         return attention, (3 if self.gated else 2) * self.hidden * self._feed_forward
 
     @property
@@ -221,13 +251,69 @@ class Transformer:
             tied=self.tied,
             looked_up=not self.tied,
         )
-        units = [first, *layer * self.layers]
+        units = [first]
+        for number in range(self.layers):
+            mixture = self._mixture_of(number)
+            units += layer if mixture is None else self._mixture_units(mixture)
         # Logits in 16 bits, their softmax in 32.
         head = (0 if self.tied else self._own_table) + (1 if self.gated else 2) * hidden + self.after
         logits = 6 * self.vocabulary
         flops = 2.0 * (self._own_table + self.after)
         units.append(UnitCost("output", head, flops, activations=logits, recomputes=False))
         return ModelCost(self.name, tuple(units), length, self._groups())
+
+    def _mixture_of(self, layer: int) -> Mixture | None:
+        found = self.mixture
+        return None if found is None or layer in found.dense_layers else found
+
+    def _mixture_units(self, mixture: Mixture) -> list[UnitCost]:
+        """Return a layer with ``mixture``. Experts on other ranks are a unit of their own, which exchanges
+        tokens."""
+        hidden, heads = self.hidden, self.heads
+        width = heads * self.head_size or hidden
+        common = self.layer_matrices[0] + sum(mixture.replicated(hidden))
+        routed, saved = sum(mixture.stacks(hidden)), mixture.routed_activations(hidden)
+        scores = 0 if self.fused_attention else 5 * heads * self.sequence
+        own = 15 * hidden + scores + mixture.shared_activations()
+        replicated = UnitCost(
+            "layer",
+            common + self._own_vectors,
+            2.0 * common + 4 * width * self.sequence,
+            own,
+            2 * hidden,
+            own / (own + saved),
+        )
+        flops, spread = 2.0 * mixture.active(hidden), mixture.ep_size
+        if spread == 1:
+            return [
+                replace(
+                    replicated,
+                    parameters=replicated.parameters + routed,
+                    forward_flops=replicated.forward_flops + flops,
+                    activations=own + saved,
+                    share=1.0,
+                )
+            ]
+        experts = UnitCost("experts of a layer", routed, flops, saved, share=saved / (own + saved))
+        return [replicated, replace(experts, spread=spread, exchanged=mixture.exchanged(hidden))]
+
+    @property
+    def parameters(self) -> int:
+        """Elements, with those of all experts."""
+        found = self.mixture
+        return (self if found is None else replace(self, mixture=replace(found, ep_size=1))).cost().parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements that one token passes: all but the experts that it is not sent to."""
+        found = self.mixture
+        if found is None:
+            return self.parameters
+        idle = sum(replace(found, ep_size=1).stacks(self.hidden)) - found.active(self.hidden)
+        return (
+            self.parameters
+            - sum(self._mixture_of(number) is not None for number in range(self.layers)) * idle
+        )
 
     @property
     def _own_matrices(self) -> tuple[int, int]:
@@ -258,7 +344,8 @@ class Transformer:
         out = hidden * width // self.tp_size
         shared = (attention - 2 * out) // 2
         # Gated models have queries, keys and values apart, the others in one matrix.
-        inputs = (out, shared, shared, out) if self.gated else (attention - out, out)
+        usual = (out, shared, shared, out) if self.gated else (attention - out, out)
+        inputs = self.attention or usual
         projections = 3 if self.gated else 2
         layer = TensorGroup(
             (*inputs, *[feed_forward // projections] * projections),
@@ -274,7 +361,23 @@ class Transformer:
         first = [TensorGroup((table,), tied=self.tied, looked_up=not self.tied, side=hidden)]
         first += [TensorGroup((self.before,), looked_up=True, side=hidden)] if self.before else []
         ends += [TensorGroup((self.after,), side=hidden)] if self.after else []
-        return (*first, *[layer] * self.layers, *ends)
+        layers = []
+        for number in range(self.layers):
+            mixture = self._mixture_of(number)
+            layers.append(layer if mixture is None else _with_experts(layer, inputs, mixture, hidden))
+        return (*first, *layers, *ends)
+
+
+def _with_experts(
+    layer: TensorGroup, attention: tuple[int, ...], mixture: Mixture, hidden: int
+) -> TensorGroup:
+    """Return ``layer`` with experts instead of its feed-forward part."""
+    return replace(
+        layer,
+        matrices=(*attention, *mixture.replicated(hidden)),
+        experts=mixture.stacks(hidden),
+        spread=mixture.ep_size,
+    )
 
 
 def _gpt(

@@ -166,7 +166,7 @@ def prepare(
     check_parameters(model, owned, optimizer, groups, collectives.world_size)
     own_settings = restrict_to_local_modules(model, settings, collectives.model)
     tiling = plan_tiling(model, own_settings.units.tiles)
-    check_experts(owned, tiling, optimizer, settings, groups)
+    check_experts(model, owned, tiling, optimizer, settings, groups, plain.is_compiled, collectives.model)
     check_optimizer(model, optimizer, owned, tiling, elementwise, settings, groups)
     if init == "broadcast":
         check_values(owned)

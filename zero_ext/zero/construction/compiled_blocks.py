@@ -21,6 +21,11 @@ class PlainModel(NamedTuple):
     compiler: _Compile | None = None
     blocks: Sequence[nn.Module] = ()
 
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether the blocks are to be compiled."""
+        return self.compiler is not None
+
     def compile_blocks(self) -> None:
         """Compile each block in place with the options of the whole, unless it is compiled already."""
         for block in self.blocks:

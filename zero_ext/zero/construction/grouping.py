@@ -20,10 +20,12 @@ from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spa
 from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.units.dtensor_local import is_split, local_tensor
+from zero_ext.zero.units.expert_ranges import is_stacked
 from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec, memory_order
 from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed, restore_expert_marks, tie_of
 from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.rank_groups import sum_over_model
+from zero_ext.zero.unshard.expert_routing import stacked_experts
 from zero_ext.zero.unshard.hook_installation import looks_up
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -133,9 +135,9 @@ def restrict_to_local_modules(
 def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
     """Return the modules that are gathered as one.
 
-    These are named classes and leaf modules, by default stack entries, and tiles, also those inside another
-    block. A leaf module inside a block is gathered with it. A mixture of experts outside of any block is one,
-    as each rank calls the experts that its own tokens are routed to.
+    These are named classes and leaf modules, by default stack entries, and tiles and routed experts, also
+    those inside another block. A leaf module inside a block is gathered with it. A mixture of experts outside
+    of any block is one, as each rank calls the experts that its own tokens are routed to.
 
     Raises ``ValueError`` if a configured name matches nothing.
     """
@@ -153,7 +155,7 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
         unmatched.difference_update(labels)
         stack = isinstance(module, STACKS)
         by_default = (in_stack and not stack and not named) or (
-            _has_listed_experts(module) and not _has_named_inside(prefix, module, named | leaves)
+            has_listed_experts(module) and not _has_named_inside(prefix, module, named | leaves)
         )
         if prefix and (chosen or by_default):
             blocks[prefix] = module
@@ -169,11 +171,18 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
             "units.block_classes / units.leaf_modules: expected names of modules or classes outside "
             f"another block, got {sorted(unmatched)}. Choose among the model's classes: {classes}."
         )
+    if config.stage == 3 and config.units.experts == "routed":
+        blocks.update(routed_experts(model))
     blocks.update((name, module) for name, module in model.named_modules() if isinstance(module, Tile))
     return blocks
 
 
-def _has_listed_experts(module: nn.Module) -> bool:
+def routed_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with stacked experts that are gathered one by one with units.experts "routed"."""
+    return {name: module for name, module in model.named_modules() if name and stacked_experts(module)}
+
+
+def has_listed_experts(module: nn.Module) -> bool:
     """Return whether ``module`` has a list of experts and a router to them: a matrix of its own, or of a
     module right inside, with a row per entry and as wide as their inputs. An embedding is no router. Experts
     have equal parameters and, other than the layers of a stack, no norms."""
@@ -428,8 +437,17 @@ class _UnitPlanner:
             persistent=persistent,
             first_parameter=-1 if persistent or outside else min(numbers),
             rule=self._rules.get(parameters[0], ""),
+            experts=self._experts_of(module, members),
         )
         return UnitPlan(spec, layout, tuple(members), module)
+
+    def _experts_of(self, module: nn.Module | None, members: Sequence[OwnedParameter]) -> int:
+        """Return the number of experts that a unit of ``module`` gathers one by one, 0 if it gathers all."""
+        if module is None or self._config.units.experts == "all":
+            return 0
+        found = stacked_experts(module)
+        routed = found is not None and any(is_stacked(item.spec, found.experts) for item in members)
+        return found.experts if found is not None and routed else 0
 
     def _span(self, module: nn.Module) -> tuple[int, int]:
         """Return first and last parameter of a module."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import show
 from zero_ext.optim.elementwise import was_stepped
@@ -29,12 +30,18 @@ from zero_ext.optim.optimizer_registry import (
     steps_full_tensors,
     update_rule,
 )
-from zero_ext.zero.construction.grouping import DTYPES, OwnedParameter
+from zero_ext.zero.construction.grouping import (
+    DTYPES,
+    OwnedParameter,
+    has_listed_experts,
+    routed_experts,
+)
 from zero_ext.zero.tiling import FullTensorMap
 from zero_ext.zero.units.dtensor_local import check_placement, is_distributed, is_split
 from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed
 from zero_ext.zero.units.presharded import presharded_of
-from zero_ext.zero.units.rank_groups import RankGroups
+from zero_ext.zero.units.rank_groups import RankGroups, sum_over_model
+from zero_ext.zero.unshard.hook_installation import modules_inside_compiled
 
 
 def check_modules(model: nn.Module) -> None:
@@ -224,14 +231,18 @@ def _check_full_tensors(
 
 
 def check_experts(
+    model: nn.Module,
     owned: Sequence[OwnedParameter],
     tiling: Mapping[str, int],
     optimizer: torch.optim.Optimizer | None,
     settings: ZeroConfig,
     groups: RankGroups,
+    is_compiled: bool,
+    model_ranks: Collectives | None,
 ) -> None:
-    """Refuse experts on other ranks than those of the mesh, and features that need equal parameters. Raises
-    ``ValueError`` on all ranks."""
+    """Refuse experts on other ranks than those of the mesh, features that need equal parameters, and what
+    :func:`check_routed_experts` does. Raises ``ValueError`` on all ranks."""
+    check_routed_experts(model, settings, is_compiled, model_ranks)
     experts = [item for item in owned if expert_ranks(item.parameter)]
     if not experts:
         return
@@ -259,6 +270,50 @@ def check_experts(
             f"optimizer: expected another one than {type(optimizer).__name__} with experts on several ranks, "
             "as it needs the norms of parameters and the ranks have different ones. Use torch.optim.AdamW."
         )
+
+
+def check_routed_experts(
+    model: nn.Module, settings: ZeroConfig, is_compiled: bool, model_ranks: Collectives | None
+) -> None:
+    """Refuse units.experts "routed" for experts that cannot be gathered one by one, and without any. Raises
+    ``ValueError`` on all ranks, those of ``model_ranks`` included. A collective of these."""
+    if settings.units.experts == "all":
+        return
+    found = routed_experts(model)
+    problem = _routing_problem(model, found, settings, is_compiled)
+    counts = torch.tensor([len(found), problem is not None], dtype=torch.int64, device="cpu")
+    mixtures, problems = sum_over_model(model_ranks, counts, "agreement on routed experts").tolist()
+    if not (mixtures or problems):
+        problem = (
+            "mixtures with stacked weights [experts, m, n] that are called with each token's experts",
+            "none",
+        )
+    elif problems and problem is None:
+        problem = "mixtures that can be gathered by expert", "others on another model-parallel rank"
+    if problem is not None:
+        expected, got = problem
+        raise ValueError(
+            f"units.experts: expected for 'routed' {expected}, got {got}. Set units.experts to 'all'."
+        )
+
+
+def _routing_problem(
+    model: nn.Module, found: Mapping[str, nn.Module], settings: ZeroConfig, is_compiled: bool
+) -> tuple[str, str] | None:
+    """Return what is expected of the mixtures ``found`` and what there is instead, None if all is well."""
+    inside_compiled, leaves = modules_inside_compiled(model), set(settings.units.leaf_modules)
+    for name, module in model.named_modules():
+        inner = set(module.modules()).intersection(found.values())
+        if has_listed_experts(module):
+            return "stacked weights [experts, m, n]", f"'{name}' with experts in a list"
+        if leaves & {name, type(module).__name__} and inner:
+            return "no mixture in units.leaf_modules", f"'{name}'"
+    for name, module in found.items():
+        if any(expert_ranks(each) or is_distributed(each) for each in module.parameters()):
+            return "the same experts on all ranks", f"'{name}' with experts split or spread over ranks"
+        if is_compiled or module in inside_compiled:
+            return "mixtures outside compiled modules", f"'{name}' inside one"
+    return None
 
 
 def _check_stacks(stacked: Sequence[OwnedParameter], optimizer: torch.optim.Optimizer) -> None:

@@ -10,6 +10,9 @@ from zero_ext.config.buffer_sizes import payload_bytes
 from zero_ext.config.communication import CODE_BITS, CodeDtype
 from zero_ext.config.offload import StatePlacement
 
+# The experts of a mixture that are gathered. None: all of them.
+ExpertSelection = frozenset[int] | None
+
 
 @dataclass(frozen=True, eq=False)
 class UnitSpec:
@@ -36,6 +39,7 @@ class UnitSpec:
     # those of several modules.
     first_parameter: int = -1
     rule: str = ""  # how the optimizer steps it, where it steps parameters in several ways
+    experts: int = 0  # number of experts that are gathered one by one. 0: all parameters are gathered
 
     @property
     def trained(self) -> bool:
@@ -88,14 +92,18 @@ class GatheredUnit(Protocol):
         """Return whether a gather or a copy to an accelerator follows the fetch, and should start
         before use."""
 
-    def to_fetching(self, exact: bool = False) -> None:
-        """Attach a buffer and start to fetch the shard into it. From RELEASED only."""
+    def to_fetching(self, exact: bool = False, experts: ExpertSelection = None) -> None:
+        """Attach a buffer and start to fetch the shard into it, of the selected ``experts`` and what all of
+        them share. From RELEASED only."""
 
     def to_gathering(self) -> None:
         """Start the all-gather as soon as the shard is fetched. From FETCHING only."""
 
     def to_gathered(self) -> None:
         """Wait for the gather and make the parameters views. From GATHERING only."""
+
+    def cover(self, experts: ExpertSelection) -> None:
+        """Gather those of ``experts`` that are missing. From GATHERED only."""
 
     def set_aside(self) -> None:
         """Store the full values for :meth:`to_gathered`. From GATHERED only, with nothing written."""

@@ -10,6 +10,7 @@ from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
 from zero_ext.config.communication import CODE_BITS, CodeDtype, CommunicationConfig
 from zero_ext.offload import TierManager
 from zero_ext.zero.memory.pool import BufferPool
+from zero_ext.zero.units.expert_ranges import Ranges
 from zero_ext.zero.units.flat_layout import FlatLayout
 
 
@@ -70,13 +71,21 @@ class ParameterGather:
         return 0 if self._secondary is None else self._secondary.nbytes
 
     def start(
-        self, flat: torch.Tensor, own: torch.Tensor, kind: str, label: str, exact: bool
+        self,
+        flat: torch.Tensor,
+        own: torch.Tensor,
+        kind: str,
+        label: str,
+        exact: bool,
+        ranges: Ranges | None = None,
     ) -> PendingCollective:
         """Start to fill ``flat`` [layout.numel] on every rank. Call :meth:`finish` when it has ended.
 
         ``own`` is this rank's slice of it, with its shard. The traffic is counted under ``kind``, and errors
-        name ``label``. ``exact``: gather the shards without quantization.
+        name ``label``. ``exact``: gather the shards without quantization. ``ranges``: fill only these.
         """
+        if ranges is not None:
+            return self._collectives.gather_ranges(flat, ranges, kind, label)
         # Without quantization every gather is exact, also one from secondary shards.
         exact = exact and self.is_lossy
         if exact or (self._format is None and self._secondary is None):

@@ -13,10 +13,11 @@ from zero_ext.config.communication import CommunicationConfig
 from zero_ext.config.events import persistent_kind
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import COMPLETED, CopyHandle, TierManager, put
-from zero_ext.zero.memory.gathered_unit import UnitSpec, UnitState
+from zero_ext.zero.memory.gathered_unit import ExpertSelection, UnitSpec, UnitState
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.memory.pool import BufferPool, attach, detach
 from zero_ext.zero.units.dtensor_local import is_distributed, local_tensor, point_at, set_data
+from zero_ext.zero.units.expert_ranges import ExpertRanges, Ranges, fetch_ranges
 from zero_ext.zero.units.flat_layout import FlatLayout
 from zero_ext.zero.units.param_gather import ParameterGather
 from zero_ext.zero.units.placeholder import blanks
@@ -55,6 +56,8 @@ class Unit(Ending):
         self._copy: CopyHandle = COMPLETED
         self._pending: PendingCollective | None = None
         self.exact = True  # whether the gathered values are the shards themselves, not quantized ones
+        self._experts = ExpertRanges(layout, spec.experts) if spec.experts else None
+        self._selected: ExpertSelection = None  # experts with values in the gathered flat buffer
         communication = communication if spec.placement.params else CommunicationConfig()
         self.param_gather = ParameterGather(spec.name, layout, collectives, pool, tiers, communication)
         with torch.inference_mode(False), torch.no_grad():
@@ -105,9 +108,9 @@ class Unit(Ending):
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
-    def to_fetching(self, exact: bool = False) -> None:
+    def to_fetching(self, exact: bool = False, experts: ExpertSelection = None) -> None:
         """Attach a buffer and start to fetch the shard into it, if the gather needs it. From RELEASED only.
-        ``exact``: the shards themselves will be gathered."""
+        ``exact``: the shards themselves will be gathered. ``experts``: of the experts, only these."""
         self._require(UnitState.RELEASED)
         misuse = self._misuse()
         if misuse is not None:
@@ -116,9 +119,10 @@ class Unit(Ending):
         attach(self.flat.untyped_storage(), self._buffer)
         self.state = UnitState.FETCHING
         self.exact = exact or not self.param_gather.is_lossy
+        ranges = self._select(experts)
         if self.param_gather.needs_shard or exact:
             try:
-                self._copy = self.storage.fetch(self._own)
+                self._copy = self._fetch(ranges)
             except RuntimeError as error:
                 self._drop_buffer()
                 raise self._abort(error) from error
@@ -138,9 +142,7 @@ class Unit(Ending):
             except RuntimeError as error:
                 self._drop_buffer()
                 raise self._abort(error) from error
-            self._pending = self.param_gather.start(
-                self.flat, self._own, self.traffic_kind("gather"), f"gather of {self._described}", self.exact
-            )
+            self._pending = self._start_gather(self._selected_ranges())
         self.state = UnitState.GATHERING
 
     def to_gathered(self) -> None:
@@ -154,6 +156,53 @@ class Unit(Ending):
             raise misuse
         self._point_at(self._views)
         self.state = UnitState.GATHERED
+
+    def _select(self, experts: ExpertSelection) -> Ranges | None:
+        """Note that only ``experts`` are gathered. Return their ranges of the flat buffer, None for all."""
+        if self._experts is not None and experts is not None:
+            self._selected = experts
+            self._experts.blank_others(self.flat, experts)
+        return self._selected_ranges()
+
+    def _selected_ranges(self) -> Ranges | None:
+        if self._experts is None or self._selected is None:
+            return None
+        return self._experts.of(self._selected, shared=True)
+
+    def _fetch(self, ranges: Ranges | None) -> CopyHandle:
+        if ranges is None:
+            return self.storage.fetch(self._own)
+        first, _ = self.layout.shard_range(self.collectives.rank)
+        return fetch_ranges(self.storage, self._own, first, ranges)
+
+    def _start_gather(self, ranges: Ranges | None) -> PendingCollective:
+        kind, label = self.traffic_kind("gather"), f"gather of {self._described}"
+        return self.param_gather.start(self.flat, self._own, kind, label, self.exact, ranges)
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether only some of its experts are gathered."""
+        return self._selected is not None
+
+    def cover(self, experts: ExpertSelection) -> None:
+        """Gather those of ``experts`` that are missing, None for all of them. From GATHERED only."""
+        self._require(UnitState.GATHERED)
+        if self._experts is None or self._selected is None:
+            return
+        missing = (self._experts.everyone if experts is None else experts) - self._selected
+        if missing:
+            ranges = self._experts.of(missing, shared=False)
+            with contextlib.ExitStack() as following:
+                try:
+                    copy = self._fetch(ranges)
+                    following.enter_context(copy.stream_context())
+                except RuntimeError as error:
+                    raise self._abort(error) from error
+                pending = self._start_gather(ranges)
+            pending.wait()
+            copy.wait()
+        present = self._selected | missing
+        self._selected = None if present == self._experts.everyone else present
 
     def set_aside(self) -> None:
         """Store the full values for :meth:`to_gathered`, while every parameter is a placeholder. From
@@ -203,7 +252,7 @@ class Unit(Ending):
         self._point_at(self._placeholders)
         detach(self.flat.untyped_storage(), self._buffer)
         self._pool.release(self._buffer)
-        self._buffer, self._copy = None, COMPLETED
+        self._buffer, self._copy, self._selected = None, COMPLETED, None
         self.state = UnitState.RELEASED
 
     def _abort(self, error: RuntimeError) -> RuntimeError:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.zero.memory.gathered_unit import ExpertSelection
 from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.prefetcher import Prefetcher
 from zero_ext.zero.unshard.step_clock import Beginning, StepClock
@@ -22,13 +23,16 @@ class BlockCall:
     in this backward pass; at zero the backward of this call is over and its units may go. ``repeats`` says
     that backward runs a call of the forward again; ``has_leaf_inputs`` that the gradient of an input may
     arrive before those of the parameters; ``alone`` that no block runs around the module, which is none.
-    Of the units that it ``touched``, backward needs those that it ``rereads``.
+    Of the units that it ``touched``, backward needs those that it ``rereads``. Of a unit in ``routed`` the
+    call needs only these experts.
     """
 
     def __init__(self, block: nn.Module, name: str, repeats: bool, alone: bool = False) -> None:
         self.block, self.name, self.repeats, self.alone = block, name, repeats, alone
         self.touched: list[Unit] = []
         self.rereads: list[Unit] = []
+        self.routed: dict[Unit, ExpertSelection] = {}
+        self.joins_backward = False  # even where its outputs depend on nothing that is differentiated
         self.inputs = 0
         self.has_leaf_inputs = False
         self.awaited = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from zero_ext.zero.units.dtensor_local import is_distributed
 from zero_ext.zero.units.plain_torch import in_transform, without_modes
 from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.backward_pass import BackwardPass, BlockCall, CallStack, in_backward
+from zero_ext.zero.unshard.expert_routing import reached_experts
 from zero_ext.zero.unshard.on_demand import transform_refusal
 from zero_ext.zero.unshard.prefetcher import Prefetcher
 from zero_ext.zero.unshard.step_clock import Beginning, StepClock
@@ -140,6 +141,21 @@ class _OwnMemory(torch.autograd.Function):
         return gradients[0]
 
 
+class _Connected(torch.autograd.Function):
+    """The values of a tensor, in the graph of a ``leaf``, to which it gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(leaf)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        # A checkpointed call runs again where backward reads what it saved, so on all ranks or on none.
+        _ = ctx.saved_tensors
+        return None, None
+
+
 _USES = "_zero_ext_uses"
 _Uses = list[Callable[[torch.Tensor], None]]
 
@@ -187,7 +203,7 @@ class ForwardHooks(Ending):
             return
         call.touch(unit, again)
         with without_modes():
-            self._prefetcher.need(unit, call, self._order())
+            self._prefetcher.need(unit, call, self._order(), experts=call.routed.get(unit))
 
     def enter(self, block: nn.Module, name: str, inputs: object, alone: bool = False) -> None:
         """Begin a call of ``block``: of a block, or, ``alone``, of a module that no block runs around."""
@@ -206,6 +222,21 @@ class ForwardHooks(Ending):
         if torch.is_grad_enabled() and not in_transform():
             self._watch_inputs(call, inputs)
 
+    def route(self, units: Sequence[Unit], index: torch.Tensor, inputs: object) -> None:
+        """Select the experts of ``units`` that the running call, of ``inputs``, gathers: those that any rank
+        has in ``index``, the experts of its tokens. A collective."""
+        if in_transform():
+            return
+        first, call = units[0], self.calls[-1]
+        if torch.is_grad_enabled():
+            differentiated = (*tensors_in(inputs), *(each for unit in units for each in unit.parameters))
+            call.joins_backward = any(each.requires_grad for each in differentiated)
+        label = f"experts that tokens are routed to in {first.describe()}"
+        reached = reached_experts(index, first.spec.experts, first.collectives, label)
+        # With all of them the ordinary gather is one collective.
+        if len(reached) < first.spec.experts:
+            call.routed.update(dict.fromkeys(units, reached))
+
     def leave(self, block: nn.Module, outputs: Any) -> Any:
         """End a call of ``block``, also when it raised; return what it shall return. Outputs that share
         memory with parameters get memory of their own, as that memory is released here."""
@@ -217,6 +248,13 @@ class ForwardHooks(Ending):
                 tensors = list(tensors_in(outputs))
                 if any(shares_memory(tensor, self._storages) for tensor in tensors):
                     outputs = with_own_memory(outputs, self._storages)
+                    tensors = list(tensors_in(outputs))
+                if call.joins_backward and not any(tensor.requires_grad for tensor in tensors):
+                    # No token of this rank reaches an expert. Its backward still has to gather, as the other
+                    # ranks' backward does. A gradient for the inputs would reach the router, which has none
+                    # in one process.
+                    leaf = torch.zeros((), device="cpu", requires_grad=True)
+                    outputs = _changed(outputs, lambda each: _Connected.apply(each, leaf), 8)
                     tensors = list(tensors_in(outputs))
                 if torch.is_grad_enabled() and not forward_only:
                     self._watch_outputs(call, tensors, outputs)
@@ -286,8 +324,9 @@ class ForwardHooks(Ending):
             if torch.is_grad_enabled() and not self.gathers_saved_tensors:
                 self._prefetcher.retain(call.rereads, "backward with create_graph=True")
             self._backward.hold(call)
+            order = self._prefetcher.backward_order
             for unit in call.rereads:
-                self._prefetcher.need(unit, call, self._prefetcher.backward_order)
+                self._prefetcher.need(unit, call, order, experts=call.routed.get(unit))
 
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None:

@@ -13,6 +13,7 @@ from torch import nn
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.units.plain_torch import without_modes
 from zero_ext.zero.units.unit import Unit
+from zero_ext.zero.unshard.expert_routing import StackedExperts, stacked_experts
 from zero_ext.zero.unshard.forward_hooks import ForwardHooks
 
 
@@ -52,7 +53,7 @@ def install(model: nn.Module, hooks: ForwardHooks, units: dict[nn.Parameter, tup
         id(parameter): (weakref.ref(unit), weakref.ref(block)) for parameter, (unit, block) in units.items()
     }
     blocks = {block for _, block in units.values()} | {model}
-    inside_compiled = _modules_inside_compiled(model)
+    inside_compiled = modules_inside_compiled(model)
 
     # Whoever compiles after prepare has these hooks traced, and a gather cannot run inside a graph.
     @torch._dynamo.disable
@@ -79,7 +80,8 @@ def install(model: nn.Module, hooks: ForwardHooks, units: dict[nn.Parameter, tup
             # Modules inside a compiled one have no hooks, since a gather cannot run
             # inside a graph. The hooks of the compiled module gather for all of them.
             everything = [parameter for parameter in module.parameters() if parameter in units]
-            _install_block_hooks(module, called, weak, touch, everything if _is_compiled(module) else [])
+            read_at_entry = everything if _is_compiled(module) else []
+            _install_block_hooks(module, called, weak, touch, read_at_entry, _routing_of(module, units))
 
 
 class _UnitUse(NamedTuple):
@@ -100,6 +102,19 @@ def _uses_of(
         _UnitUse(tuple(parameters), weakref.ref(unit), weakref.ref(block))
         for (unit, block), parameters in found.items()
     )
+
+
+class _Routing(NamedTuple):
+    """The units with the experts of a module, and where a call of it has the experts of its tokens."""
+
+    units: tuple[weakref.ref[Unit], ...]
+    experts: StackedExperts
+
+
+def _routing_of(module: nn.Module, units: dict[nn.Parameter, tuple[Unit, nn.Module]]) -> _Routing | None:
+    found = dict.fromkeys(unit for unit, block in units.values() if block is module and unit.spec.experts)
+    experts = stacked_experts(module) if found else None
+    return None if experts is None else _Routing(tuple(map(weakref.ref, found)), experts)
 
 
 def _install_owner_hooks(
@@ -154,7 +169,7 @@ def watch_reads(
 ) -> None:
     """Has the bound method ``read``, held weakly, called with every parameter that a module's call or code in
     a forward reads, in modules with some of ``parameters``."""
-    inside_compiled = _modules_inside_compiled(model)
+    inside_compiled = modules_inside_compiled(model)
     weak = weakref.WeakMethod(read)
 
     @torch._dynamo.disable
@@ -194,6 +209,7 @@ def _install_block_hooks(
     weak: weakref.ref[ForwardHooks],
     touch: Callable[[nn.Parameter], None],
     read_at_entry: list[nn.Parameter],
+    routing: _Routing | None,
 ) -> None:
     weak_block = weakref.ref(module)
 
@@ -216,6 +232,10 @@ def _install_block_hooks(
         if alive is not None:
             with without_modes():
                 alive.enter(block, name, (args, kwargs))
+                if routing is not None:
+                    routed = [unit for each in routing.units if (unit := each()) is not None]
+                    index = routing.experts.index_in(name, args, kwargs)
+                    alive.route(routed, index, (args, kwargs))
             for parameter in read_at_entry:
                 touch(parameter)
 
@@ -253,7 +273,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
-def _modules_inside_compiled(model: nn.Module) -> set[nn.Module]:
+def modules_inside_compiled(model: nn.Module) -> set[nn.Module]:
     return {
         inner
         for module in model.modules()

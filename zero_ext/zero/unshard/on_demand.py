@@ -112,6 +112,13 @@ class OnDemandAccess:
         engine = self._alive()
         name = unit.layout.specs[numbers[0]].name
         engine.updates.refuse_pending(f"a write to parameter '{name}'")
+        if unit.is_partial:
+            unit.accept_writes()
+            raise RuntimeError(
+                f"parameter '{name}': expected no write in a forward while only some of its experts are "
+                "gathered (units.experts is 'routed'), got one. Write inside 'with "
+                "zero_ext.gathered(params, modifier_rank=0):', or set units.experts to 'all'."
+            )
         if engine.updates.in_progress:
             # Although the value is lost: a graph that saved it must not find the version of the old one.
             unit.accept_writes()

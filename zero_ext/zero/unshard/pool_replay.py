@@ -22,7 +22,7 @@ from zero_ext.config.buffer_sizes import (
 )
 from zero_ext.config.events import Bus
 from zero_ext.config.tiers import is_stored
-from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitSpec, UnitState
+from zero_ext.zero.memory.gathered_unit import ExpertSelection, GatheredUnit, UnitSpec, UnitState
 from zero_ext.zero.memory.pool_plan import Demand, Key, Purpose
 from zero_ext.zero.unshard.prefetcher import Prefetcher
 
@@ -49,7 +49,7 @@ class PlannedUnit(GatheredUnit):
         """Return whether other ranks have shards of it."""
         return self.spec.world_size > 1
 
-    def to_fetching(self, exact: bool = False) -> None:
+    def to_fetching(self, exact: bool = False, experts: ExpertSelection = None) -> None:
         """Start to fetch the shard."""
         self.state = UnitState.FETCHING
 
@@ -60,6 +60,9 @@ class PlannedUnit(GatheredUnit):
     def to_gathered(self) -> None:
         """End the all-gather."""
         self.state, self._is_aside = UnitState.GATHERED, False
+
+    def cover(self, experts: ExpertSelection) -> None:
+        """Do nothing: no values exist."""
 
     def set_aside(self) -> None:
         """Keep the values for the next use."""
@@ -188,8 +191,8 @@ class _ReplayedUnit(PlannedUnit):
         super().__init__(spec)
         self._replay = replay
 
-    def to_fetching(self, exact: bool = False) -> None:
-        super().to_fetching(exact)
+    def to_fetching(self, exact: bool = False, experts: ExpertSelection = None) -> None:
+        super().to_fetching(exact, experts)
         self._replay.acquire(self.spec.name, "parameters", self.spec.nbytes)
 
     def to_gathering(self) -> None:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from zero_ext.config import UnitConfig
 from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
 from zero_ext.config.tiers import is_stored
-from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitState
+from zero_ext.zero.memory.gathered_unit import ExpertSelection, GatheredUnit, UnitState
 
 U = TypeVar("U", bound=GatheredUnit)
 
@@ -33,16 +33,27 @@ class GatherOrder(Generic[U]):
         self._last: list[U] = []  # the pass before this one
         self._cursor = 0
         self._then = then
+        # How often units with routed experts were needed, in this pass and in the last one.
+        self._routed = self._routed_before = 0
         self.repeats = False
 
     def begin(self, repeats: bool = False) -> None:
         """Start a pass; ``repeats`` if another one like it will follow."""
         self.repeats = repeats
         self._trace = []
-        self._cursor = 0
+        self._cursor = self._routed = 0
+
+    @property
+    def expects_routed(self) -> bool:
+        """Return whether the pass before this one needed units with routed experts more often."""
+        return self._routed < self._routed_before
 
     def needed(self, unit: U) -> list[U]:
         """Note that ``unit`` is needed now; the units that were expected before it."""
+        if unit.spec.experts:
+            # Nothing gathers it ahead, because the next pass may be routed to other experts.
+            self._routed += 1
+            return []
         self._trace.append(unit)
         for position in range(self._cursor, len(self._recorded)):
             if self._recorded[position] is unit:
@@ -53,6 +64,7 @@ class GatherOrder(Generic[U]):
     def finish(self) -> None:
         """End a pass: what was needed in it may be expected from now on."""
         trace, last, self._last = self._trace, self._last, self._trace
+        self._routed_before = self._routed
         # A block that is called by itself is no pass of the model.
         if len(trace) > 1 or not self._recorded:
             if self.repeats or trace == last or len(trace) > len(self._recorded):
@@ -63,7 +75,7 @@ class GatherOrder(Generic[U]):
 
     def expect(self, units: Iterable[U]) -> None:
         """Predict a pass that needs ``units`` in this order, before any was recorded."""
-        self._recorded = list(units)
+        self._recorded = [unit for unit in units if not unit.spec.experts]
 
     def upcoming(self, beyond: bool = False) -> Iterator[U]:
         """Yield the units expected next, nearest first; ``beyond``: also those of the pass that follows."""
@@ -130,9 +142,17 @@ class Prefetcher(Generic[U]):
         not steer look-ahead, as all ranks start its exchanges alike."""
         return GatherOrder() if all(unit.holders for unit in self.units) else self.forward_order
 
-    def need(self, unit: U, holder: object, order: GatherOrder[U], exact: bool = False) -> None:
+    def need(
+        self,
+        unit: U,
+        holder: object,
+        order: GatherOrder[U],
+        exact: bool = False,
+        experts: ExpertSelection = None,
+    ) -> None:
         """Make ``unit`` present for ``holder`` and start to gather what comes next in ``order``; ``exact``:
-        with the values of its shards, unless somebody holds it."""
+        with the values of its shards, unless somebody holds it. Of a unit with experts, those in ``experts``
+        are present afterwards, and others that somebody else needs."""
         if not unit.spec.placement.params or holder in unit.holders:
             return
         for skipped in order.needed(unit):
@@ -142,7 +162,9 @@ class Prefetcher(Generic[U]):
         if exact and not unit.exact and not unit.holders:
             self._evict(unit)
         if unit.state is not UnitState.GATHERED:
-            self._gather(unit, exact)
+            self._gather(unit, exact, experts)
+        if unit.spec.experts:
+            unit.cover(experts)
         unit.holders.add(holder)
         self._prefetch(order)
 
@@ -206,7 +228,8 @@ class Prefetcher(Generic[U]):
     def expects_gathers(self) -> bool:
         """Return whether the running backward pass will gather units, as far as its order is known."""
         left = (UnitState.RELEASED, UnitState.FETCHING)
-        return any(unit.state in left for unit in self.backward_order.upcoming())
+        order = self.backward_order
+        return order.expects_routed or any(unit.state in left for unit in order.upcoming())
 
     def begin_backward(self) -> None:
         """At the beginning of a backward pass: releases what a forward has left for anything else. Updates
@@ -264,14 +287,14 @@ class Prefetcher(Generic[U]):
         elif unit.state is not UnitState.RELEASED:
             unit.to_released()  # never was present: no event
 
-    def _gather(self, unit: U, exact: bool) -> None:
+    def _gather(self, unit: U, exact: bool, experts: ExpertSelection) -> None:
         began, prefetched = time.perf_counter(), unit.state is not UnitState.RELEASED
         if not prefetched:
             self._free_space(unit)
         again = unit.is_aside
         self._retained.discard(unit)
         if unit.state is UnitState.RELEASED:
-            self._fetch(unit, exact)
+            self._fetch(unit, exact, experts)
         if unit.state is UnitState.FETCHING:
             unit.to_gathering()
         if unit.state is UnitState.GATHERING:
@@ -280,9 +303,9 @@ class Prefetcher(Generic[U]):
             seconds = time.perf_counter() - began
             self._bus.publish(GatherEvent(unit.spec.name, unit.spec.numel, prefetched, seconds))
 
-    def _fetch(self, unit: U, exact: bool = False) -> None:
+    def _fetch(self, unit: U, exact: bool = False, experts: ExpertSelection = None) -> None:
         self._seen_live.add(unit)
-        unit.to_fetching(exact)
+        unit.to_fetching(exact, experts)
 
     def _release(self, unit: U) -> None:
         try:
