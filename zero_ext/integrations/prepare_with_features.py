@@ -39,10 +39,7 @@ def _completed(prepare: Callable[PrepareParameters, Prepared]) -> Callable[Prepa
         _check_layout(settings, bound.arguments.get("process_group"))
         if settings.sparse_attention is not None:
             apply_sparse_attention(bound.arguments["model"], settings.sparse_attention)
-        with _losses_by_section(bound.arguments["model"], settings.loss):
-            remove_chunked_mlp(bound.arguments["model"])
-            if settings.mlp is not None:
-                apply_chunked_mlp(bound.arguments["model"], settings.mlp, _gathered_alone(settings))
+        with _in_chunks(bound.arguments["model"], settings):
             if settings.monitor is None and settings.steps_per_print is None:
                 return prepare(*bound.args, **bound.kwargs)
             # Whoever watches nothing imports none of it.
@@ -142,21 +139,30 @@ def apply_chunked_loss(model: nn.Module, config: LossConfig) -> None:
 
 
 @contextlib.contextmanager
-def _losses_by_section(model: nn.Module, config: LossConfig | None) -> Iterator[None]:
-    """Return a context in which losses are as the section says. They are as before if it ends by an error."""
-    # Without that module there is none of its losses.
-    chunked: Any = sys.modules.get("zero_ext.integrations.transformers.chunked_loss")
+def _in_chunks(model: nn.Module, settings: ZeroConfig) -> Iterator[None]:
+    """Return a context in which losses and feed-forward networks are as the sections say. They are as before
+    if it ends by an error."""
+    # Without these modules nothing is in chunks.
+    losses: Any = sys.modules.get("zero_ext.integrations.transformers.chunked_loss")
+    networks: Any = sys.modules.get("zero_ext.integrations.transformers.chunked_mlp")
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    before = [(each, found) for each in modules if chunked and (found := chunked.hooks_of_loss(each))]
+    hooks = [(each, found) for each in modules if losses and (found := losses.hooks_of_loss(each))]
+    forwards = [(each, each.forward) for each in modules if networks and networks.is_chunked(each)]
     try:
         remove_chunked_loss(model)
-        if config is not None:
-            apply_chunked_loss(model, config)
+        remove_chunked_mlp(model)
+        if settings.loss is not None:
+            apply_chunked_loss(model, settings.loss)
+        if settings.mlp is not None:
+            apply_chunked_mlp(model, settings.mlp, _gathered_alone(settings))
         yield
     except BaseException:
         remove_chunked_loss(model)
-        for each, found in before:
-            chunked.register_hooks(each, found)
+        remove_chunked_mlp(model)
+        for each, found in hooks:
+            losses.register_hooks(each, found)
+        for each, forward in forwards:
+            each.forward = forward
         raise
 
 

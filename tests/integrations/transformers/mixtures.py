@@ -136,6 +136,16 @@ def batches(seed: int, ranks: int, steps: int) -> list[torch.Tensor]:
     return list(3 + words + WORDS_OF_A_RANK * torch.arange(ranks)[:, None])
 
 
+def routed_apart(model: nn.Module, seed: int, ranks: int, steps: int) -> list[torch.Tensor]:
+    """Batches whose first samples reach other experts on some ranks than on others."""
+    for number in range(20):
+        words = batches(seed + number, ranks, steps)
+        reached = [reached_experts(model, words[0][rank, None]) for rank in range(ranks)]
+        if any(each != reached[0] for each in reached):
+            return words
+    raise AssertionError(f"ranks reach the same experts with 20 batches, seed {seed}")
+
+
 def reached_experts(model: nn.Module, words: torch.Tensor) -> set[tuple[str, int]]:
     """The experts with a gradient from the loss of these samples, by name of a parameter or the list."""
     model.zero_grad()

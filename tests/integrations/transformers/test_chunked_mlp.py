@@ -204,6 +204,21 @@ def test_a_refused_model_leaves_others_as_they_were() -> None:
     assert not networks(both)
 
 
+@pytest.mark.parametrize("before", [None, 5])
+@pytest.mark.parametrize("section", [{}, {"mlp": {"chunk_tokens": 7}}])
+def test_a_refused_preparation_leaves_the_networks_as_they_were(
+    before: int | None, section: dict[str, Any]
+) -> None:
+    model = llama(0)
+    zero_ext.prepare(model, None, {} if before is None else {"mlp": {"chunk_tokens": before}})
+    forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    foreign = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match="optimizer"):
+        zero_ext.prepare(model, foreign, section)
+    assert {name: vars(module).get("forward") for name, module in model.named_modules()} == forwards
+    assert bool(networks(model)) == (before is not None)
+
+
 def with_layer(layer: nn.Module) -> Any:
     model = llama(0)
     model.model.layers[1].mlp.act_fn = layer

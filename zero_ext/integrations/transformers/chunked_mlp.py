@@ -101,7 +101,7 @@ def _is_mixture(module: nn.Module) -> bool:
 
 def _problem(module: nn.Module, path: str, gathered_alone: Collection[str]) -> str | None:
     """Return why ``module`` cannot be computed in chunks of tokens, or None."""
-    if "forward" in vars(module) and not _is_chunked(module):
+    if "forward" in vars(module) and not is_chunked(module):
         return "expected its own forward, got a replaced one. Restore it, or remove the section 'mlp'."
     for name, each in module.named_modules(prefix=path):
         alone = each is not module and {name, type(each).__name__} & set(gathered_alone)
@@ -162,10 +162,11 @@ def _tensors_first(bound: inspect.BoundArguments) -> tuple[tuple[Tensor, ...], d
     return tensors, others
 
 
-def _is_chunked(module: nn.Module) -> bool:
+def is_chunked(module: nn.Module) -> bool:
+    """Return whether :func:`chunk_mlp` has changed ``module``."""
     return hasattr(getattr(vars(module).get("forward"), "__func__", None), _MARK)
 
 
 def _restore(module: nn.Module) -> None:
-    if _is_chunked(module):
+    if is_chunked(module):
         del module.forward
