@@ -318,9 +318,10 @@ def test_calls(world: World) -> None:
         assert page.run_next(model=Tokens(), data=batches)["engine"].global_steps > 0
         query = torch.randn(2, 2, 128, 16)
         names = {"query": query, "key": query, "value": query, "layer": nn.Linear(4, 4), "hidden": inputs}
-        page.run_next(**names)
+        page.run_next(**names, network=nn.Linear(4, 4))
         assert page.names["out"].shape == query.shape
-        assert torch.equal(page.names["hidden"], page.names["layer"](inputs))
+        expected = page.names["network"](page.names["layer"](inputs))
+        torch.testing.assert_close(page.names["hidden"], expected)
         names = {"make_mesh": make_mesh, "PipelineModule": PipelineModule, "Pipeline": Pipeline}
         page.run_next(
             **names, layers=layers, cross_entropy=nn.functional.mse_loss, inputs=inputs, targets=inputs
