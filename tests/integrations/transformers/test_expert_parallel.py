@@ -104,6 +104,17 @@ def test_other_settings_have_the_losses_of_one_process(world: World, variant: st
     assert_values(zero_ext.full_state_dict(model), alone.state_dict())
 
 
+@on_ranks(2)
+def test_attributes_of_parameters_are_kept(world: World) -> None:
+    enter(world)
+    model = mixture_of("gpt_oss", world.seed)
+    for name, parameter in model.named_parameters():
+        parameter.use_muon = "experts" not in name
+    model = apply_expert_parallel(model, mesh_of(2))
+    for name, parameter in model.named_parameters():
+        assert parameter.use_muon is ("experts" not in name), name
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("tier", ["device", "nvme"])
 def test_muon_steps_the_matrices_of_each_expert(world: World, tier: str) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import zero_ext
 from tests.integrations.transformers.mixtures import (
+    EXPERTS,
     FAMILIES,
     batches,
     losses_alone,
@@ -119,6 +120,34 @@ def test_gathered_bytes_are_those_of_the_routed_experts(
         assert traffic.elements["gather"] == passes * once, f"seed {world.seed}"
         sent = sum(world.everyone(traffic.bytes_sent["gather"]))
         assert sent == (world.size - 1) * 4 * passes * once, f"seed {world.seed}"
+
+
+class _WithSharedExpert(nn.Module):
+    """Experts with a module inside, whose weight has as many rows as there are experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(EXPERTS, 4, 4))
+        self.shared = nn.Linear(4, EXPERTS)
+
+    def forward(self, tokens: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
+        routed = [token @ self.up[number] for token, number in zip(tokens, top_k_index.tolist(), strict=True)]
+        return torch.stack(routed).sum(-1) + self.shared(tokens).sum(-1)
+
+
+@on_ranks(2)
+def test_only_the_weights_of_experts_are_gathered_by_expert(world: World) -> None:
+    enter(world)
+    generator = torch.Generator().manual_seed(world.seed)
+    model = nn.ModuleDict({"experts": _WithSharedExpert()})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    tokens = torch.randn(2, 4, generator=generator)
+    index = torch.tensor([0, EXPERTS - 1])
+    expected = model["experts"](tokens, index)
+    config = {"stage": 3, "units": {"experts": "routed", "persistence_threshold": 0}}
+    prepared, _ = zero_ext.prepare(model, None, config, process_group=world.group, wrap=False)
+    assert torch.equal(prepared["experts"](tokens, index), expected), f"seed {world.seed}"
 
 
 def test_experts_that_are_called_without_routes_are_refused() -> None:

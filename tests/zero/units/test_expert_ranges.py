@@ -14,7 +14,14 @@ from zero_ext.zero.units.expert_ranges import ExpertRanges, fetch_ranges, is_sta
 from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec
 
 EXPERTS = 4
-SHAPES = {"up": (EXPERTS, 3, 5), "bias": (EXPERTS, 6), "scale": (7,), "down": (EXPERTS, 5, 2)}
+SHAPES = {
+    "up": (EXPERTS, 3, 5),
+    "bias": (EXPERTS, 6),
+    "scale": (7,),
+    "down": (EXPERTS, 5, 2),
+    "rows": (EXPERTS, 3),
+}
+STACKED = {"up", "bias", "down"}  # "rows" has as many rows by chance
 
 
 def layout_of(dtype: torch.dtype) -> FlatLayout:
@@ -29,13 +36,13 @@ def layout_of(dtype: torch.dtype) -> FlatLayout:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_ranges_and_blanks(chosen: Sequence[int], dtype: torch.dtype) -> None:
     layout = layout_of(dtype)
-    ranges = ExpertRanges(layout, EXPERTS)
+    ranges = ExpertRanges(layout, EXPERTS, STACKED)
     expected = torch.zeros(layout.numel, dtype=torch.bool)
     blank = torch.zeros(layout.numel, dtype=torch.bool)
     others = [number for number in range(EXPERTS) if number not in chosen]
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
         view = expected.as_strided(spec.shape, spec.stride, offset)
-        if spec.name == "scale":
+        if spec.name not in STACKED:
             view[:] = True
         else:
             view[list(chosen)] = True

@@ -94,7 +94,9 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, name: str, placement: Place
     parameter = getattr(module, name)
     if parameter is not None:
         value = distribute_tensor(parameter.data, mesh, [placement])
-        module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        split = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        vars(split).update(vars(parameter))  # what the user set, as use_muon of Muon
+        module.register_parameter(name, split)
 
 
 def _sum_gradients(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

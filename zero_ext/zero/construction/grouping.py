@@ -420,6 +420,7 @@ class _UnitPlanner:
         stepped = parameters[0].requires_grad or not self._rules.keys().isdisjoint(parameters)
         grads_start = max(last for _, last in spans)
         outside = placement.params and self._outside.issuperset(parameters)
+        experts, stacked = self._experts_of(module, members)
         spec = UnitSpec(
             f"experts of {name}" if expert_ranks(parameters[0]) else name,
             layout.numel,
@@ -437,17 +438,24 @@ class _UnitPlanner:
             persistent=persistent,
             first_parameter=-1 if persistent or outside else min(numbers),
             rule=self._rules.get(parameters[0], ""),
-            experts=self._experts_of(module, members),
+            experts=experts,
+            stacked=stacked,
         )
         return UnitPlan(spec, layout, tuple(members), module)
 
-    def _experts_of(self, module: nn.Module | None, members: Sequence[OwnedParameter]) -> int:
-        """Return the number of experts that a unit of ``module`` gathers one by one, 0 if it gathers all."""
-        if module is None or self._config.units.experts == "all":
-            return 0
-        found = stacked_experts(module)
-        routed = found is not None and any(is_stacked(item.spec, found.experts) for item in members)
-        return found.experts if found is not None and routed else 0
+    def _experts_of(
+        self, module: nn.Module | None, members: Sequence[OwnedParameter]
+    ) -> tuple[int, frozenset[str]]:
+        """Return the number of experts that a unit of ``module`` gathers one by one, and the names of their
+        weights. These are the module's own, as those of a module inside may have as many rows by chance."""
+        found = (
+            stacked_experts(module) if module is not None and self._config.units.experts != "all" else None
+        )
+        if found is None:
+            return 0, frozenset()
+        own = [item.spec for item in members if module in item.owners]
+        stacked = frozenset(spec.name for spec in own if is_stacked(spec, found.experts))
+        return (found.experts if stacked else 0), stacked
 
     def _span(self, module: nn.Module) -> tuple[int, int]:
         """Return first and last parameter of a module."""

@@ -40,6 +40,7 @@ class UnitSpec:
     first_parameter: int = -1
     rule: str = ""  # how the optimizer steps it, where it steps parameters in several ways
     experts: int = 0  # number of experts that are gathered one by one. 0: all parameters are gathered
+    stacked: frozenset[str] = frozenset()  # the parameters with a slice for each of the experts
 
     @property
     def trained(self) -> bool:

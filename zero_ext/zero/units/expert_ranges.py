@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -21,15 +21,18 @@ def is_stacked(spec: ParameterSpec, experts: int) -> bool:
 
 
 class ExpertRanges:
-    """The ranges of ``experts`` in the flat buffer of ``layout``, and the rest, which all of them share."""
+    """The ranges of ``experts`` in the flat buffer of ``layout``, and the rest, which all of them share.
 
-    def __init__(self, layout: FlatLayout, experts: int) -> None:
+    ``stacked`` names the parameters with a slice for each expert.
+    """
+
+    def __init__(self, layout: FlatLayout, experts: int, stacked: Collection[str]) -> None:
         self.everyone = frozenset(range(experts))
         self._layout = layout
         self._stacked: list[tuple[int, int]] = []  # offset of each parameter, and elements of one expert
         self._shared: Ranges = []
         for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-            if is_stacked(spec, experts):
+            if spec.name in stacked:
                 self._stacked.append((offset, spec.numel // experts))
             else:
                 self._shared.append((offset, offset + spec.numel))

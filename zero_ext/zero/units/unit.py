@@ -56,7 +56,7 @@ class Unit(Ending):
         self._copy: CopyHandle = COMPLETED
         self._pending: PendingCollective | None = None
         self.exact = True  # whether the gathered values are the shards themselves, not quantized ones
-        self._experts = ExpertRanges(layout, spec.experts) if spec.experts else None
+        self._experts = ExpertRanges(layout, spec.experts, spec.stacked) if spec.experts else None
         self._selected: ExpertSelection = None  # experts with values in the gathered flat buffer
         communication = communication if spec.placement.params else CommunicationConfig()
         self.param_gather = ParameterGather(spec.name, layout, collectives, pool, tiers, communication)
