@@ -72,7 +72,8 @@ class BatchSharingAccelerator(Accelerator):
     def _one_per_batch(self, gathered: torch.Tensor) -> torch.Tensor:
         """Return what the first rank of each batch gave."""
         rows = len(gathered) // self.num_processes
-        own = gathered.view(-1, self.sequence_ranks, rows, *gathered.shape[1:])[:, 0]
+        batches = self.num_processes // self.sequence_ranks
+        own = gathered.view(batches, self.sequence_ranks, rows, *gathered.shape[1:])[:, 0]
         return own.reshape(-1, *gathered.shape[1:])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

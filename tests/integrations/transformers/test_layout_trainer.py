@@ -13,7 +13,7 @@ from accelerate import ParallelismConfig
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, Trainer, default_data_collator
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Trainer, default_data_collator
 
 import zero_ext
 from tests.integrations.transformers.mixtures import mixture_of
@@ -164,6 +164,45 @@ def test_evaluation_is_that_of_one_process(world: World, section: dict[str, int]
     ):
         torch.testing.assert_close(torch.from_numpy(row[: len(wanted)]), wanted, rtol=1e-4, atol=1e-5)
         assert labels[: len(wanted)].tolist() == sample["labels"].tolist()
+
+
+PADDED: dict[str, dict[str, Any]] = {
+    "llama": {"pad_token_id": -1},
+    "gpt2": {"pad_token_id": VOCABULARY, "n_positions": 9},
+    "opt": {"max_position_embeddings": 9, "ffn_dim": 32, "word_embed_proj_dim": 32},
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", PADDED)
+@pytest.mark.parametrize("masked", [False, True])
+def test_sequences_are_padded_for_any_model(world: World, kind: str, masked: bool) -> None:
+    """Padding tokens that have no embedding, as many tokens as positions, and positions from the mask."""
+    enter(world)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, **{**sizes, **PADDED[kind]})
+    torch.manual_seed(world.seed)
+    model = AutoModelForCausalLM.from_config(config)
+    words = torch.randint(3, VOCABULARY, (BATCH, 9), generator=torch.Generator().manual_seed(world.seed))
+    batch = {"input_ids": words, "labels": words.clone()}
+    batch["labels"][:, 0] = -100  # which the Trainer counts for GPT-2
+    if masked:  # at the start
+        mask = torch.ones_like(words)
+        mask[0, :3] = 0
+        batch |= {"attention_mask": mask, "labels": torch.where(mask == 0, -100, batch["labels"])}
+    with torch.no_grad():
+        expected = float(model.eval()(**batch).loss)
+    rows = [{name: value[row] for name, value in batch.items()} for row in range(BATCH)]
+    with shared_folder(world) as folder:
+        args = arguments(folder, per_device_eval_batch_size=BATCH, prediction_loss_only=True)
+        settings = {"parallel": {"cp": 2}}
+        trainer = ZeroTrainer(
+            model, args, eval_dataset=rows, data_collator=default_data_collator, zero_config=settings
+        )
+        found = trainer.evaluate()["eval_loss"]
+    torch.testing.assert_close(
+        found, expected, rtol=1e-5, atol=1e-5, msg=f"{kind}: {found} {expected}, seed {world.seed}"
+    )
 
 
 @on_ranks(2)

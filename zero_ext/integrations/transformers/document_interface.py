@@ -131,6 +131,11 @@ def padding_position(model: torch.nn.Module) -> int | None:
     return None
 
 
+def counts_attended(model: Any) -> bool:
+    """Return whether a model counts positions from the `attention_mask`, as OPT does."""
+    return bool(model.config.model_type == "opt")
+
+
 def _add_documents(
     parameters: list[str],
     first_position: int,
@@ -156,7 +161,7 @@ def _add_documents(
     positions = inputs.get("position_ids")
     if mask is not None and not bool(mask.all()):
         _check_padding(model, inputs)
-        if positions is None and model.config.model_type == "opt":  # which counts from the mask
+        if positions is None and counts_attended(model):
             inputs["position_ids"] = mask.long().cumsum(1) * mask.long() - 1
     if documents is None:
         documents = _documents(positions, mask, tokens.shape[:2])

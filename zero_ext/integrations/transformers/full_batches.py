@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from zero_ext.attention.packed_documents import is_discontinuous
 from zero_ext.integrations.transformers.document_interface import NAME as DOCUMENTS
-from zero_ext.integrations.transformers.document_interface import padding_position
+from zero_ext.integrations.transformers.document_interface import counts_attended, padding_position
 from zero_ext.integrations.transformers.sequence_interface import predicts_masked
 from zero_ext.parallel.batch_sharding import shard_batch
 from zero_ext.parallel.ring import chunk_count, shard_positions
@@ -81,8 +81,11 @@ class _FullBatches:
     ) -> None:
         self._exchange, self._mesh, self._documents = exchange, mesh, documents
         self._masked, self._padding = predicts_masked(model), padding_position(model)
+        self._counts_attended = counts_attended(model)
         self._causal = model.can_generate()
-        self._pad_token = getattr(model.config, "pad_token_id", None) or 0
+        # Not that of the configuration, which may be -1 or behind the last embedding. Nothing attends to it.
+        self._pad_token = self._padding or 0
+        self._position_limit = _position_limit(model)
         self._multiple = math.lcm(exchange.size, chunk_count(exchange.ring))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FullBatches:
@@ -137,6 +140,9 @@ class _FullBatches:
             )
         tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
         if isinstance(tokens, torch.Tensor) and tokens.ndim >= 2:
+            mask = inputs.get("attention_mask")
+            if self._counts_attended and "position_ids" not in inputs and mask is not None and mask.ndim == 2:
+                inputs = {**inputs, "position_ids": mask.long().cumsum(1) * mask.long() - 1}
             if not self._documents and self._is_packed(inputs, tokens):
                 raise ValueError(
                     "position_ids: expected one document per row, got some that begin anew (packed rows). "
@@ -177,17 +183,35 @@ class _FullBatches:
                     f"{length}. Pad the sequences, with -100 as labels."
                 )
         found = dict(inputs)
-        if "attention_mask" not in found and not self._causal:  # padding would be attended to
+        positions = found.get("position_ids")
+        limit = self._position_limit if self._padding is None else None  # of positions, if they exceed it
+        if limit is not None and extra < limit - (length - 1 if positions is None else int(positions.max())):
+            limit = None
+        # Padding would be attended to, or needs positions that only a mask allows.
+        if "attention_mask" not in found and (limit is not None or not self._causal):
             found["attention_mask"] = torch.ones(batch, length, dtype=torch.int64, device=tokens.device)
         fill = {"labels": _IGNORED, "shift_labels": _IGNORED, "input_ids": self._pad_token}
         for name, value in found.items():
             if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length:
                 ends = (0, 0) * (value.ndim - 2) + (0, extra)
                 found[name] = F.pad(value, ends, value=fill.get(name, 0))
-        if "position_ids" in found:
-            last, steps = found["position_ids"][:, :length], torch.arange(1, extra + 1, device=tokens.device)
-            found["position_ids"] = torch.cat((last, last[:, -1:] + steps), 1)
+        if positions is None and limit is not None:
+            positions = torch.arange(length, dtype=torch.int64, device=tokens.device)[None]
+        if positions is not None:
+            added = positions[:, -1:] + torch.arange(1, extra + 1, device=tokens.device)
+            added = added if limit is None else added.clamp(max=limit - 1)
+            found["position_ids"] = torch.cat((positions, added), 1)
         return found
+
+
+def _position_limit(model: PreTrainedModel) -> int | None:
+    """Return the number of positions that a model has embeddings of, None if it computes them."""
+    tables = (name for name, each in model.named_modules() if isinstance(each, nn.Embedding))
+    names = {name.rpartition(".")[2] for name in tables}
+    if not any("pos" in name or name == "wpe" for name in names):
+        return None
+    limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    return limit
 
 
 def _checksum(inputs: Mapping[str, Any]) -> int:
