@@ -167,6 +167,7 @@ def test_evaluation_is_that_of_one_process(world: World, section: dict[str, int]
 
 
 PADDED: dict[str, dict[str, Any]] = {
+    "biogpt": {"max_position_embeddings": 16},  # makes a mask of its own
     "llama": {"pad_token_id": -1},
     "gpt2": {"pad_token_id": VOCABULARY, "n_positions": 9},
     "opt": {"max_position_embeddings": 9, "ffn_dim": 32, "word_embed_proj_dim": 32},

@@ -451,8 +451,16 @@ def _mask(
     kv_offset: int | torch.Tensor = 0,
     **more: Any,
 ) -> Any:
-    """Return the mask of the whole sequence, which ``attention_mask`` is one of already."""
+    """Return the mask of the full sequence, of which the ``attention_mask`` of the caller already is."""
     length = ranks * q_length
+    mask = more.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and mask.shape[1] != length:
+        if not bool(mask.all()):
+            raise ValueError(
+                f"attention_mask: expected one of all {length} tokens, got one that the model has made of "
+                f"{mask.shape[1]}. Pass attention_mask to the model."
+            )
+        more["attention_mask"] = None  # BioGPT makes one that masks nothing where it gets none
     return ALL_MASK_ATTENTION_FUNCTIONS[inner](
         batch_size=batch_size, q_length=length, kv_length=length, q_offset=0, kv_offset=0, **more
     )
