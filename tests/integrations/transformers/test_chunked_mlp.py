@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import RwkvConfig, RwkvForCausalLM
+from transformers import MobileBertConfig, MobileBertModel, RwkvConfig, RwkvForCausalLM
 
 import zero_ext
 from tests.activation.live_bytes import LiveBytes
@@ -42,6 +42,7 @@ FAMILIES: dict[str, Any] = {
     "gemma2": partial(model_of, "Gemma2", head_dim=8, query_pre_attn_scalar=8),
     "qwen3": partial(model_of, "Qwen3", head_dim=8),
     "mistral, checkpoints": partial(model_of, "Mistral"),
+    "apertus": partial(model_of, "Apertus"),
     "phi": partial(model_of, "Phi"),
     "gpt-neox": partial(model_of, "GPTNeoX"),
     "bloom, residual in the network": partial(model_of, "Bloom", n_layer=2, n_head=4),
@@ -184,6 +185,22 @@ def test_chunks_follow_the_last_configuration() -> None:
     assert list(model.state_dict()) == keys
     assert sizes == [4, 4, 4, 6, 6, 12, 12]
     assert not networks(model)
+
+
+def test_networks_in_a_list_are_chunked_one_by_one() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intra_bottleneck_size": 16, "intermediate_size": 24, "embedding_size": 16}
+    config = MobileBertConfig(
+        **sizes, true_hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    plain, words = MobileBertModel(config).double().eval(), torch.arange(3, 63).view(3, -1)
+    model = copy.deepcopy(plain)
+    chunk_mlp(model, CHUNK)
+    assert len(networks(model)) == 2 * (config.num_feedforward_networks - 1)
+    for each in (model, plain):
+        each(words).last_hidden_state.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-6, atol=1e-9)
 
 
 def test_a_copy_calls_its_own_layers() -> None:

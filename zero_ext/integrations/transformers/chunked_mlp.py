@@ -86,8 +86,13 @@ def _networks(model: nn.Module) -> dict[str, nn.Module]:
         if name not in NAMES or module in inside or not any(map(str.isdecimal, parent.split("."))):
             continue
         inside.update(module.modules())
-        if not _is_mixture(module):
-            found[path] = module
+        if _is_mixture(module):
+            continue
+        # MobileBERT lists several in a container, which itself is never called.
+        listed = type(module).forward is nn.Module.forward
+        found |= (
+            {f"{path}.{key}": each for key, each in module.named_children()} if listed else {path: module}
+        )
     return found
 
 
@@ -128,7 +133,7 @@ def _is_of_single_tokens(module: nn.Module) -> bool:
     if library == "torch.nn.modules":
         return file in _TORCH_MODULES and not isinstance(module, nn.MultiheadAttention)
     vectors = all(parameter.dim() <= 1 for parameter in module.parameters(recurse=False))
-    return vectors and not any(True for _ in module.buffers(recurse=False))
+    return vectors and all(buffer.dim() == 0 for buffer in module.buffers(recurse=False))
 
 
 def _in_chunks(forward: Callable[..., Any], chunk_tokens: ChunkTokens) -> Callable[..., Any]:
