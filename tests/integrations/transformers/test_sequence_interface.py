@@ -206,6 +206,26 @@ def test_masked_shards_that_do_not_fit_are_refused_by_all_ranks(world: World) ->
 
 
 @on_ranks(2)
+def test_positions_of_opt_are_those_of_attended_tokens(world: World) -> None:
+    enter(world)
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("opt", vocab_size=VOCABULARY, word_embed_proj_dim=32, **sizes)
+    torch.manual_seed(world.seed)
+    model, words = AutoModelForCausalLM.from_config(config).eval(), torch.arange(3, 19).view(2, 8)
+    mask = torch.ones_like(words)
+    mask[0, :3] = 0
+    batch = {"input_ids": words, "labels": torch.where(mask > 0, words, -100), "attention_mask": mask}
+    expected = float(model(**batch).loss)
+    mesh = mesh_of(1, 2)
+    apply_sequence_parallel(model, mesh)
+    with pytest.raises(ValueError, match="position_ids: they count padding, and this model does not"):
+        model(**shard_batch(batch, mesh))
+    shards = shard_batch({**batch, "position_ids": mask.cumsum(1) * mask - 1}, mesh)
+    found = sum(world.everyone(float(model(**shards).loss))) / 2
+    assert abs(found - expected) <= 1e-5 * expected, f"{found} {expected}, seed {world.seed}"
+
+
+@on_ranks(2)
 def test_models_that_cannot_be_split(world: World) -> None:
     enter(world)
     mesh = mesh_of(1, 2)

@@ -22,7 +22,11 @@ from zero_ext.integrations.transformers.attention_interface import (
     registry_attentions,
 )
 from zero_ext.integrations.transformers.document_interface import NAME as DOCUMENTS
-from zero_ext.integrations.transformers.document_interface import checked_documents, padding_position
+from zero_ext.integrations.transformers.document_interface import (
+    checked_documents,
+    counts_attended,
+    padding_position,
+)
 from zero_ext.parallel.ring import RingAttention, chunk_count, shard_positions
 from zero_ext.parallel.ulysses import SequenceExchange, sequence_rank
 
@@ -113,7 +117,8 @@ def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> No
     for module in attentions:
         module.sequence_exchange = exchange
     masked = predicts_masked(model)
-    check = _ShardCheck(exchange, masked, padding_position(model), exchange.ring > 1 or inner == DOCUMENTS)
+    documents = exchange.ring > 1 or inner == DOCUMENTS
+    check = _ShardCheck(exchange, masked, padding_position(model), counts_attended(model), documents)
     # A caller may use the base model alone, and adapters call the forward of the outer model past its hooks.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -168,13 +173,14 @@ class _ShardCheck:
         exchange: of the model's attention.
         masked: whether it has labels of tokens where they are.
         padding: position of padding from which it counts, if it does.
+        counted: whether it counts positions from the mask.
         documents: whether its attention is within documents.
     """
 
     def __init__(
-        self, exchange: SequenceExchange, masked: bool, padding: int | None, documents: bool
+        self, exchange: SequenceExchange, masked: bool, padding: int | None, counted: bool, documents: bool
     ) -> None:
-        self._exchange, self._masked = exchange, masked
+        self._exchange, self._masked, self._counted = exchange, masked, counted
         self._padding, self._documents = padding, documents
         self._running: list[torch.nn.Module] = []
 
@@ -213,6 +219,9 @@ class _ShardCheck:
             problem = "position_ids: they begin anew (packed sequences), which needs an attention_mask of 4 "
             problem += "dimensions"
             fix = "Pass one, or call apply_document_attention(model) before apply_sequence_parallel."
+        if not problem and self._counted and _is_miscounted(inputs, exchange, shape):
+            problem = "position_ids: they count padding, and this model does not"
+            fix = "Give shard_batch position_ids, attention_mask.cumsum(1) * attention_mask - 1."
         bounds = [] if shards is None else shards.bounds.tolist()
         declared = 0 if shards is None else shards.ring
         numbers = (*shape, zlib.crc32(repr(bounds).encode()), declared)
@@ -220,6 +229,16 @@ class _ShardCheck:
         exchange.agree(numbers, what, f"{problem}. {fix}" if problem else "")
         if shards is not None and not declared:
             _compare_cuts(exchange, shards)
+
+
+def _is_miscounted(inputs: dict[str, Any], exchange: SequenceExchange, shape: torch.Size) -> bool:
+    """Return whether positions are others than those of the tokens that the mask has up to there."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is None or mask.ndim != 2 or positions is None:
+        return False
+    own = slice(exchange.rank * shape[1], (exchange.rank + 1) * shape[1])
+    expected, attended = (mask.long().cumsum(1) - 1)[:, own], mask.bool()[:, own]
+    return bool(((positions.expand(shape) != expected) & attended).any())
 
 
 def _has_packed_rows(inputs: dict[str, Any], exchange: SequenceExchange, shape: torch.Size) -> bool:
