@@ -92,7 +92,9 @@ def bytes_table(records: list[Record], nodes: int) -> Table:
 def main(
     what: Annotated[str, typer.Option(help="8m-bytes or 34m.")] = "8m-bytes",
     minutes: Annotated[float, typer.Option(help="Start and continue runs for so long.")] = 9.0,
-    modes: Annotated[str, typer.Option(help=f"Of {', '.join(MODES)}.")] = ALL_MODES,
+    modes: Annotated[
+        str, typer.Option(help=f"Of {', '.join(MODES)}; muon@2: twice its learning rate.")
+    ] = ALL_MODES,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other weights and data.")] = 2,
     steps: Annotated[int, typer.Option(help="Other than the run's own; 0: those.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of parameters; masters are fp32.")] = "bf16",

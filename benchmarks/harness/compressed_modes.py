@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -123,7 +124,15 @@ MODES = {
 
 
 def mode_named(name: str) -> Mode:
-    """The mode called `name`; ValueError with the known names otherwise."""
-    if name not in MODES:
-        raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
-    return MODES[name]
+    """The mode called `name`, or "muon@2": the mode with so many times its learning rate.
+
+    ValueError with the known names otherwise.
+    """
+    base, _, factor = name.partition("@")
+    if base not in MODES or ("@" in name and not re.fullmatch(r"\d+(\.\d+)?", factor)):
+        raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}, and MODE@FACTOR")
+    mode = MODES[base]
+    if not factor:
+        return mode
+    title = f"{mode.title}, {factor} × its learning rate"
+    return replace(mode, name=name, title=title, rate_factor=mode.rate_factor * float(factor))

@@ -15,8 +15,8 @@ class Verdict:
     """A mode over its seeds: mean held-out loss at the end, its ratio to the uncompressed one's, and the bar.
 
     `ratio` and `bar` are None for what is uncompressed itself, and where that has not run over the same
-    seeds. The bar is 1 plus the mode's tolerance, or plus the spread of the uncompressed way's seeds if that
-    is more.
+    seeds. Where it has run with several learning rates, the best of these counts. The bar is 1 plus the
+    mode's tolerance, or plus the spread of the uncompressed way's seeds if that is more.
     """
 
     mode: str
@@ -42,13 +42,18 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
 
 def _verdict(name: str, own: dict[int, float], ends: dict[str, dict[int, float]]) -> Verdict:
     mode = mode_named(name)
-    mean = sum(own.values()) / len(own)
-    base = ends.get(mode.against or "", {})
+    mean = _mean(own)
+    rates = [found for other, found in ends.items() if other.partition("@")[0] == mode.against]
+    base = min((found for found in rates if found.keys() == own.keys()), key=_mean, default={})
     ratio = bar = None
-    if base and base.keys() == own.keys():
-        ratio = mean / (sum(base.values()) / len(base))
+    if base:
+        ratio = mean / _mean(base)
         bar = 1 + max(mode.tolerance, _spread(base))
     return Verdict(name, tuple(sorted(own)), mean, _spread(own), ratio, bar)
+
+
+def _mean(ends: dict[int, float]) -> float:
+    return sum(ends.values()) / len(ends)
 
 
 def _spread(ends: dict[int, float]) -> float:

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import convergence
 from benchmarks.harness import convergence_run
+from benchmarks.harness.compressed_modes import mode_named
 from benchmarks.harness.convergence_run import LAST_STEPS, Record, evaluation_steps
 from benchmarks.harness.convergence_verdict import judge
 from benchmarks.harness.text_model import BYTE_LLAMA, text_run
@@ -110,6 +111,21 @@ def test_verdicts_by_tolerance_and_spread() -> None:
     assert {each.mode: each.met for each in judge(finished("onebit_adam", [2.0, 2.0]))} == {
         "onebit_adam": None
     }
+
+
+def test_learning_rates_compete_with_the_best_of_the_others() -> None:
+    def ended(mode: str, loss: float) -> Record:
+        return Record("8m-bytes", mode, 0, "bf16", 3000, 3000, [(3000, loss)])
+
+    ends = {"adam": 2.0, "adam@2": 1.5, "adam@0.5": 1.8, "muon": 1.6, "muon@4": 1.2}
+    found = {each.mode: each for each in judge([ended(*each) for each in ends.items()])}
+    assert found["muon"].ratio == pytest.approx(1.6 / 1.5) and not found["muon"].met
+    assert found["muon@4"].ratio == pytest.approx(1.2 / 1.5) and found["muon@4"].met
+    assert found["adam@2"].ratio is None
+    assert mode_named("muon@4").rate_factor == 4 and mode_named("muon@4").config == mode_named("muon").config
+    for name in ("muon@", "muon@x", "none@2"):
+        with pytest.raises(ValueError, match="unknown mode"):
+            mode_named(name)
 
 
 def test_a_missed_bar_ends_the_program(
