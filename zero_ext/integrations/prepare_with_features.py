@@ -37,6 +37,7 @@ def _completed(prepare: Callable[PrepareParameters, Prepared]) -> Callable[Prepa
         bound = signature.bind(*args, **kwargs)
         settings = bound.arguments["config"] = load_config(bound.arguments.get("config"))
         _check_layout(settings, bound.arguments.get("process_group"))
+        _refuse_prompts_before_documents(bound.arguments["model"])
         if settings.sparse_attention is not None:
             apply_sparse_attention(bound.arguments["model"], settings.sparse_attention)
         with _in_chunks(bound.arguments["model"], settings):
@@ -70,6 +71,13 @@ def _check_layout(settings: ZeroConfig, process_group: Any) -> None:
                     "ZeroAccelerator. In a loop of your own remove the section, and call make_mesh.",
                 )
             )
+
+
+def _refuse_prompts_before_documents(model: nn.Module) -> None:
+    # Without that module no attention is within documents.
+    documents: Any = sys.modules.get("zero_ext.integrations.transformers.document_interface")
+    if documents is not None and isinstance(model, nn.Module) and documents.has_document_attention(model):
+        documents.refuse_prompts(model)
 
 
 def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> None:

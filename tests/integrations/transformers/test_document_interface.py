@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,6 +21,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+import zero_ext
 from tests.integrations.transformers.beside_one_process import assert_steps_as_alone
 from tests.integrations.transformers.models import VOCABULARY, enter, gpt2, llama
 from tests.integrations.transformers.test_sequence_interface import LENGTH, masked, mesh_of, mistral
@@ -291,6 +292,16 @@ def test_adapters_attend_within_documents(world: World, adapted_first: bool) -> 
         for parameter in adapted.parameters():
             parameter.zero_()
     torch.testing.assert_close(copied(**batch).loss, loss_of_documents(llama(world.seed), batch))
+
+
+@pytest.mark.parametrize("adapted_first", [False, True])
+def test_prompts_which_drop_positions_are_refused(adapted_first: bool) -> None:
+    model = llama(0)
+    if not adapted_first:
+        apply_document_attention(model)
+    prompted = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="expected adapters that pass position_ids on"):
+        apply_document_attention(prompted) if adapted_first else zero_ext.prepare(prompted, None, {})
 
 
 def test_a_prefix_that_is_seen_in_full_is_refused() -> None:

@@ -47,9 +47,8 @@ def apply_document_attention(model: torch.nn.Module) -> None:
 
     Raises:
         ValueError: there is no such model. Or it has cross-attention, sparse attention, windows, attention of
-            its own, a forward without `position_ids` or further keyword arguments, or sequences that are
-            sharded already.
-            Nothing was changed.
+            its own, a forward without `position_ids` or further keyword arguments, sequences that are sharded
+            already, or prompts of PEFT. Nothing was changed.
 
     Examples:
         >>> import torch
@@ -68,6 +67,7 @@ def apply_document_attention(model: torch.nn.Module) -> None:
             f"{type(model).__name__}: expected a model of transformers, got none. Call document_attention in "
             "its attention."
         )
+    refuse_prompts(model)
     for each in models:
         if problem := _problem_of(each):
             raise ValueError(f"{type(each).__name__}: {problem}")
@@ -77,6 +77,23 @@ def apply_document_attention(model: torch.nn.Module) -> None:
         each.set_attn_implementation(NAME)
         first = padding_position(each)
         _pass_documents(each, 0 if first is None else first + 1)
+
+
+def refuse_prompts(model: torch.nn.Module) -> None:
+    """Raise ``ValueError`` for adapters that put virtual tokens before rows and drop ``position_ids``."""
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None) or {}
+        if any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
+            raise ValueError(
+                f"{type(module).__name__}: expected adapters that pass position_ids on, as attention is "
+                "within documents, got prompts, with which PEFT drops them. Use LoRA, or rows of one "
+                "document each without apply_document_attention."
+            )
+
+
+def has_document_attention(model: torch.nn.Module) -> bool:
+    """Return whether :func:`apply_document_attention` has changed a model in ``model``."""
+    return any(_MARK in vars(module) for module in model.modules())
 
 
 def _problem_of(model: PreTrainedModel) -> str | None:
