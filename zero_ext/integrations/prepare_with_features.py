@@ -20,6 +20,7 @@ from zero_ext.config import (
     load_config,
 )
 from zero_ext.config.config_errors import Problem, show
+from zero_ext.integrations.adapter_checks import refuse_prompts
 from zero_ext.zero.api.prepare import prepare as prepare_alone
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _refuse_prompts_before_documents(model: nn.Module) -> None:
     # Without that module no attention is within documents.
     documents: Any = sys.modules.get("zero_ext.integrations.transformers.document_interface")
     if documents is not None and isinstance(model, nn.Module) and documents.has_document_attention(model):
-        documents.refuse_prompts(model)
+        refuse_prompts(model)
 
 
 def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> None:

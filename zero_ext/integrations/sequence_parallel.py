@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_ext.integrations.adapter_checks import refuse_activated_adapters
 from zero_ext.integrations.prepare_with_features import outermost_models
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def apply_sequence_parallel(
             layouts that differ from head to head; models of transformers with cross-attention, several
             configurations (vision and text), a head that may look at several tokens, layers that mix tokens
             in other ways, no `position_ids`, attention "eager", or heads that do not divide by cp / ring and
-            tp.
+            tp; adapters that begin at some token of a row (aLoRA).
             Nothing was changed.
     """
     from zero_ext.attention import SparseSelfAttention
@@ -69,6 +70,7 @@ def apply_sequence_parallel(
         raise ValueError(f"{name}: expected dense attention with a ring, got a sparse layout. Pass ring=1.")
     for module in sparse:
         _check_layouts(module)
+    refuse_activated_adapters(model)
     if found:
         from zero_ext.integrations.transformers.attention_interface import own_configurations
         from zero_ext.integrations.transformers.sequence_interface import (

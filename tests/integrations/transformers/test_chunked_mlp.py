@@ -236,6 +236,11 @@ def test_a_refused_preparation_leaves_the_networks_as_they_were(
     assert bool(networks(model)) == (before is not None)
 
 
+def with_alora() -> Any:
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["up_proj"], alora_invocation_tokens=[5])
+    return peft.get_peft_model(llama(0), settings)
+
+
 def with_layer(layer: nn.Module) -> Any:
     model = llama(0)
     model.model.layers[1].mlp.act_fn = layer
@@ -274,6 +279,7 @@ LAYERS = "expected linear layers, activations, norms over the width and dropout,
         (lambda: with_layer(nn.GroupNorm(1, 4)), {}, rf"{LAYERS} '\S+1.mlp.act_fn' \(GroupNorm\)"),
         (lambda: with_layer(nn.LayerNorm((12, 48))), {}, rf"{LAYERS} '\S+1.mlp.act_fn' \(LayerNorm\)"),
         (lambda: with_layer(Mixing()), {}, rf"{LAYERS} '\S+1.mlp.act_fn' \(Mixing\)"),
+        (with_alora, {}, "expected adapters of all tokens, got aLoRA in"),
         (with_forward, {}, "1.mlp' .*expected its own forward, got a replaced one"),
         (lambda: llama(0), {"units": {"tiles": {"model.layers.0.mlp.up_proj": 2}}}, "0.mlp.up_proj'"),
         (lambda: llama(0), {"units": {"block_classes": ["Linear"]}}, "gathered with their block, got"),

@@ -105,7 +105,7 @@ def test_other_settings_have_the_losses_of_one_process(world: World, variant: st
 
 
 @on_ranks(2)
-def test_attributes_of_parameters_are_kept(world: World) -> None:
+def test_split_parameters_have_the_attributes_of_full_ones(world: World) -> None:
     enter(world)
     model = mixture_of("gpt_oss", world.seed)
     for name, parameter in model.named_parameters():

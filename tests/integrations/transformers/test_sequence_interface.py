@@ -6,6 +6,7 @@ import re
 from functools import cache, partial
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from zero_ext.parallel import apply_tensor_parallel, make_mesh, shard_batch
 
 STEPS, SAMPLES, LENGTH = 3, 4, 64
 LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+ALORA = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5])
 SPARSE = {"mode": "local_sliding_window", "block": 16, "num_sliding_window_blocks": 3}
 
 
@@ -246,6 +248,7 @@ def test_models_that_cannot_be_split(world: World) -> None:
         (gpt2(world.seed, add_cross_attention=True), "it has cross-attention"),
         (nn.Linear(2, 2), "expected a model of transformers or one with SparseSelfAttention"),
         (per_head, "expected one layout for all heads"),
+        (peft.get_peft_model(llama(world.seed), ALORA), "expected adapters of all tokens"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             apply_sequence_parallel(model, mesh)

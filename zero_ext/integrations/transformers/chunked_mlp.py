@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from zero_ext.activation import checkpoint_in_chunks
 from zero_ext.activation.chunked_checkpoint import ChunkTokens, check_chunk_tokens
+from zero_ext.integrations.adapter_checks import is_activated
 from zero_ext.zero.tiling import Tile, TiledLinear
 
 # Names of a block's feed-forward network in models of transformers.
@@ -114,6 +115,11 @@ def _problem(module: nn.Module, path: str, gathered_alone: Collection[str]) -> s
             return (
                 f"expected layers that are gathered with their block, got '{name}', which would be gathered "
                 "for every chunk. Remove it from the section 'units', or remove the section 'mlp'."
+            )
+        if is_activated(each):
+            return (
+                f"expected adapters of all tokens, got aLoRA in '{name}', which begins at some token of a "
+                "row. Use LoRA without alora_invocation_tokens, or remove the section 'mlp'."
             )
         if not _is_of_single_tokens(each):
             return (

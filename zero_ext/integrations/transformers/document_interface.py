@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_ext.attention import SparseSelfAttention, document_attention, documents_from_positions
 from zero_ext.attention.packed_documents import positions_in_documents
+from zero_ext.integrations.adapter_checks import refuse_prompts
 from zero_ext.integrations.prepare_with_features import outermost_models
 from zero_ext.integrations.transformers.attention_interface import (
     check_full_attention,
@@ -77,18 +78,6 @@ def apply_document_attention(model: torch.nn.Module) -> None:
         each.set_attn_implementation(NAME)
         first = padding_position(each)
         _pass_documents(each, 0 if first is None else first + 1)
-
-
-def refuse_prompts(model: torch.nn.Module) -> None:
-    """Raise ``ValueError`` for adapters that put virtual tokens before rows and drop ``position_ids``."""
-    for module in model.modules():
-        adapters = getattr(module, "peft_config", None) or {}
-        if any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
-            raise ValueError(
-                f"{type(module).__name__}: expected adapters that pass position_ids on, as attention is "
-                "within documents, got prompts, with which PEFT drops them. Use LoRA, or rows of one "
-                "document each without apply_document_attention."
-            )
 
 
 def has_document_attention(model: torch.nn.Module) -> bool:

@@ -470,7 +470,7 @@ def _mask(
     kv_offset: int | torch.Tensor = 0,
     **more: Any,
 ) -> Any:
-    """Return the mask of the full sequence, of which the ``attention_mask`` of the caller already is."""
+    """Return the mask of the full sequence. The ``attention_mask`` of the caller is one, too."""
     length = ranks * q_length
     mask = more.get("attention_mask")
     if mask is not None and mask.ndim == 2 and mask.shape[1] != length:
