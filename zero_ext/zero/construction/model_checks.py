@@ -263,7 +263,7 @@ def check_experts(
             f"apply_expert_parallel spread, got {type(optimizer).__name__}, which needs full tensors. Use "
             "torch.optim.AdamW or zero_ext.Muon."
         )
-    if optimizer is not None:
+    if optimizer is not None and needs_whole_tensors(optimizer):
         _check_stacks(stacked, optimizer)
     if needs_norms(optimizer):
         raise ValueError(
