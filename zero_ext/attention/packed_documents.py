@@ -185,15 +185,21 @@ def previous_attended(attended: torch.Tensor) -> torch.Tensor:
     return F.pad(last, (1, 0), value=-1)[:, :-1]
 
 
-def is_discontinuous(position_ids: torch.Tensor, attended: torch.Tensor) -> bool:
+def is_discontinuous(
+    position_ids: torch.Tensor, mask: torch.Tensor | None = None, padding_idx: int | None = None
+) -> bool:
     """Return whether positions of a row are not those of one sequence.
 
     Positions of one sequence increase by 1 per attended token, or per token. Those of padding mean nothing.
 
     Args:
         position_ids: integers [batch, length].
-        attended: bool [batch, length]; False for padding.
+        mask: [batch, length], 0 for padding. None: nothing is padding.
+        padding_idx: position of padding in a model that counts positions from it, as RoBERTa does.
     """
+    attended = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask.bool()
+    if padding_idx is not None:
+        attended = attended & (position_ids != padding_idx)
     before = previous_attended(attended)
     step = position_ids - position_ids.gather(1, before.clamp(min=0))
     distance = torch.arange(attended.shape[1], device=attended.device) - before

@@ -211,10 +211,7 @@ def _refuse_packed(full: Mapping[str, Any], tokens: torch.Tensor, padding_idx: i
     positions, mask = full["position_ids"].expand(batch, length), full.get("attention_mask")
     if mask is not None and mask.ndim == 4:
         return
-    attended = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.bool()
-    if padding_idx is not None:
-        attended = attended & (positions != padding_idx)
-    if is_discontinuous(positions, attended):
+    if is_discontinuous(positions, mask, padding_idx):
         raise ValueError(
             "'position_ids': expected ones that increase by 1, got others, as of several sequences in one "
             "row. For those, pass packed=True, or an attention_mask "

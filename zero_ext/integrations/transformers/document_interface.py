@@ -142,6 +142,11 @@ def counts_attended(model: Any) -> bool:
     return bool(model.config.model_type == "opt")
 
 
+def attended_positions(mask: torch.Tensor) -> torch.Tensor:
+    """Return positions that count the attended tokens of a ``mask`` [batch, length], -1 for padding."""
+    return mask.long().cumsum(1) * mask.long() - 1
+
+
 def _add_documents(
     parameters: list[str],
     first_position: int,
@@ -168,7 +173,7 @@ def _add_documents(
     if mask is not None and not bool(mask.all()):
         _check_padding(model, inputs)
         if positions is None and counts_attended(model):
-            inputs["position_ids"] = mask.long().cumsum(1) * mask.long() - 1
+            inputs["position_ids"] = attended_positions(mask)
     if documents is None:
         documents = _documents(positions, mask, tokens.shape[:2])
     elif positions is None:

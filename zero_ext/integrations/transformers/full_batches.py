@@ -16,7 +16,11 @@ from transformers import PreTrainedModel
 
 from zero_ext.attention.packed_documents import is_discontinuous
 from zero_ext.integrations.transformers.document_interface import NAME as DOCUMENTS
-from zero_ext.integrations.transformers.document_interface import counts_attended, padding_position
+from zero_ext.integrations.transformers.document_interface import (
+    attended_positions,
+    counts_attended,
+    padding_position,
+)
 from zero_ext.integrations.transformers.sequence_interface import predicts_masked
 from zero_ext.parallel.batch_sharding import shard_batch
 from zero_ext.parallel.ring import chunk_count, shard_positions
@@ -142,7 +146,7 @@ class _FullBatches:
         if isinstance(tokens, torch.Tensor) and tokens.ndim >= 2:
             mask = inputs.get("attention_mask")
             if self._counts_attended and "position_ids" not in inputs and mask is not None and mask.ndim == 2:
-                inputs = {**inputs, "position_ids": mask.long().cumsum(1) * mask.long() - 1}
+                inputs = {**inputs, "position_ids": attended_positions(mask)}
             if not self._documents and self._is_packed(inputs, tokens):
                 raise ValueError(
                     "position_ids: expected one document per row, got some that begin anew (packed rows). "
@@ -163,11 +167,7 @@ class _FullBatches:
         positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
         if positions is None or positions.ndim != 2 or (mask is not None and mask.ndim != 2):
             return False
-        positions = positions.expand(tokens.shape[:2])
-        attended = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.bool()
-        if self._padding is not None:
-            attended = attended & (positions != self._padding)
-        return is_discontinuous(positions, attended)
+        return is_discontinuous(positions.expand(tokens.shape[:2]), mask, self._padding)
 
     def _padded(self, inputs: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
         """Return inputs with padding at the end of the sequences, to a length that divides."""

@@ -23,6 +23,7 @@ from zero_ext.integrations.transformers.attention_interface import (
 )
 from zero_ext.integrations.transformers.document_interface import NAME as DOCUMENTS
 from zero_ext.integrations.transformers.document_interface import (
+    attended_positions,
     checked_documents,
     counts_attended,
     padding_position,
@@ -237,7 +238,7 @@ def _is_miscounted(inputs: dict[str, Any], exchange: SequenceExchange, shape: to
     if mask is None or mask.ndim != 2 or positions is None:
         return False
     own = slice(exchange.rank * shape[1], (exchange.rank + 1) * shape[1])
-    expected, attended = (mask.long().cumsum(1) - 1)[:, own], mask.bool()[:, own]
+    expected, attended = attended_positions(mask)[:, own], mask.bool()[:, own]
     return bool(((positions.expand(shape) != expected) & attended).any())
 
 
@@ -246,11 +247,9 @@ def _has_packed_rows(inputs: dict[str, Any], exchange: SequenceExchange, shape: 
     mask = inputs.get("attention_mask")
     if mask is not None and mask.ndim == 4:
         return False
-    positions = inputs["position_ids"].expand(shape)
-    attended = torch.ones_like(positions, dtype=torch.bool)
     if mask is not None:  # of the full sequences, which are cut into consecutive shards without a ring
-        attended = mask.bool()[:, exchange.rank * shape[1] :][:, : shape[1]]
-    return is_discontinuous(positions, attended)
+        mask = mask[:, exchange.rank * shape[1] :][:, : shape[1]]
+    return is_discontinuous(inputs["position_ids"].expand(shape), mask)
 
 
 def _full_rows_problem() -> tuple[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,6 +54,10 @@ def install(model: nn.Module, hooks: ForwardHooks, units: dict[nn.Parameter, tup
         id(parameter): (weakref.ref(unit), weakref.ref(block)) for parameter, (unit, block) in units.items()
     }
     blocks = {block for _, block in units.values()} | {model}
+    routed = defaultdict[nn.Module, dict[Unit, None]](dict)
+    for unit, block in units.values():
+        if unit.spec.experts:
+            routed[block][unit] = None
     inside_compiled = modules_inside_compiled(model)
 
     # Whoever compiles after prepare has these hooks traced, and a gather cannot run inside a graph.
@@ -81,7 +86,7 @@ def install(model: nn.Module, hooks: ForwardHooks, units: dict[nn.Parameter, tup
             # inside a graph. The hooks of the compiled module gather for all of them.
             everything = [parameter for parameter in module.parameters() if parameter in units]
             read_at_entry = everything if _is_compiled(module) else []
-            _install_block_hooks(module, called, weak, touch, read_at_entry, _routing_of(module, units))
+            _install_block_hooks(module, called, weak, touch, read_at_entry, _routing_of(module, routed))
 
 
 class _UnitUse(NamedTuple):
@@ -111,10 +116,9 @@ class _Routing(NamedTuple):
     experts: StackedExperts
 
 
-def _routing_of(module: nn.Module, units: dict[nn.Parameter, tuple[Unit, nn.Module]]) -> _Routing | None:
-    found = dict.fromkeys(unit for unit, block in units.values() if block is module and unit.spec.experts)
-    experts = stacked_experts(module) if found else None
-    return None if experts is None else _Routing(tuple(map(weakref.ref, found)), experts)
+def _routing_of(module: nn.Module, routed: Mapping[nn.Module, Iterable[Unit]]) -> _Routing | None:
+    experts = stacked_experts(module) if module in routed else None
+    return None if experts is None else _Routing(tuple(map(weakref.ref, routed[module])), experts)
 
 
 def _install_owner_hooks(
