@@ -45,7 +45,7 @@ class Run:
 
     def met(self, base: Run) -> bool:
         """Whether gradients are the same and the time is within its bar, if it has one."""
-        return self.same_bits and self.ratio(base).median <= BARS.get(self.name, float("inf"))
+        return self.same_bits and self.ratio(base).at_most(BARS.get(self.name, float("inf")))
 
     def figures(self, base: Run) -> dict[str, Any]:
         """Everything measured, for JSON."""
@@ -69,7 +69,7 @@ def table_of(runs: list[Run], model: str, tokens: int, rounds: int, repeats: int
     note = (
         f"{model}, 1 × {tokens} tokens, bfloat16, AdamW, one rank with two threads; every layer is "
         f"checkpointed. {rounds} rounds of {repeats} steps each way in random order, all in one process; a "
-        f"round's time is the median of its steps, the ratio to {TORCH} the median of the rounds' (range). "
+        f"round's time is the median of its steps, the ratio to {TORCH} the median of the rounds' (95% interval). "
         "Moved: what leaves the device after a forward; 0 where inputs stay."
     )
     columns = [
@@ -89,7 +89,7 @@ def table_of(runs: list[Run], model: str, tokens: int, rounds: int, repeats: int
             [
                 run.name,
                 f"{median(run.seconds):.3f}",
-                f"{ratio.median:.3f} ({ratio.lowest:.3f}–{ratio.highest:.3f})",
+                ratio.text(3),
                 f"≤ {bar:.2f}" if bar else "–",
                 "yes" if run.same_bits else "NO",
                 megabytes(run.facts["saved"]),
@@ -105,7 +105,6 @@ def main(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 512,
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of each way in a round.")] = 3,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "activation",
 ) -> None:
     """Time steps by where checkpoints wait; write benchmarks/results/activation.{json,md}."""
     console, runs = terminal(), [Run(name) for name in MODES]
@@ -120,7 +119,7 @@ def main(
     environment = describe() | {"load average at the end": f"{os.getloadavg()[0]:.2f}"}
     data = {"environment": environment, "results": [run.figures(runs[0]) for run in runs]}
     missed = [f"{run.name}: a bar is missed" for run in runs if not run.met(runs[0])]
-    conclude(console, output, "Activation checkpointing", [table], data, missed)
+    conclude(console, "activation", "Activation checkpointing", [table], data, missed)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,6 @@ def main(
     model: Annotated[str, typer.Option(help="Shape: bloom-560m or bloom-tiny.")] = "bloom-560m",
     steps: Annotated[int, typer.Option(min=1, help="Steps of zero_ext on one rank.")] = 20,
     only: Annotated[str, typer.Option(help="Comma-separated contenders.")] = "",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "bloom",
 ) -> None:
     """Measure staging, losses and peaks on BLOOM's shape; write benchmarks/results/bloom.{json,md}."""
     console = terminal()
@@ -142,7 +141,7 @@ def main(
     data = {"environment": environment, "comparisons": rows, "readings": readings, "failures": failures}
     if any(row["ratio"] > row["bar"] for row in rows):
         failures.append("a bar is missed")
-    conclude(console, output, f"One huge parameter: {model}", tables, data, failures)
+    conclude(console, "bloom", f"One huge parameter: {model}", tables, data, failures)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,6 @@ def main(
         float, typer.Option(help="Cap of both ranks for the longest sequence, GiB.")
     ] = 20.0,
     only: Annotated[str, typer.Option(help="'model' or 'length'; both by default.")] = "",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "capped",
 ) -> None:
     """Find what fits under a cap; write benchmarks/results/capped.{json,md}."""
     console = terminal()
@@ -204,7 +203,7 @@ def main(
         table, data["length"] = _lengths(int(length_cap * 2**30), console)
         tables.append(table)
     met = all(section["met"] for section in (data.get("model"), data.get("length")) if section)
-    conclude(console, output, "Under a memory cap", tables, data, [] if met else ["a bar is missed"])
+    conclude(console, "capped", "Under a memory cap", tables, data, [] if met else ["a bar is missed"])
 
 
 if __name__ == "__main__":

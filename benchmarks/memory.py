@@ -4,6 +4,7 @@ Run from the repository root: python -m benchmarks.memory [--models 34m,239m] [-
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.matches import MEMORY_MATCHES, Match, select
 from benchmarks.harness.plots import plot_state_bytes
 from benchmarks.harness.ranks import Team, TeamFailure
-from benchmarks.harness.report import RESULTS, Table, conclude, megabytes, terminal
+from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import Shape, shape_named
 from benchmarks.peers import contender_named
 from benchmarks.peers.deepspeed_operators import compile_operators
@@ -130,7 +131,6 @@ def main(
     steps: Annotated[int, typer.Option(min=2, help="Steps before and after the peak is reset.")] = 4,
     only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3,fsdp2.")] = "",
     account_model: Annotated[str, typer.Option(help="Shape held against the formula; '' for none.")] = "34m",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "memory",
 ) -> None:
     """Measure resident memory against peers and state bytes against the formula; write results/memory.*."""
     console = terminal()
@@ -160,9 +160,8 @@ def main(
         "account_bars": account_bars(accounts),
         "failures": failures,
     }
-    if accounts:
-        console.print(f"wrote {plot_state_bytes(accounts, RESULTS / f'{output}.png')}")
-    conclude(console, output, "Memory of a rank", tables, data, failures)
+    plot = partial(plot_state_bytes, accounts) if accounts else None
+    conclude(console, "memory", "Memory of a rank", tables, data, failures, plot=plot)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from benchmarks.memory import contenders_of, resident_readings, resident_table
 from benchmarks.peers import contender_named
 from benchmarks.peers.base import nvme_folder
 from benchmarks.peers.deepspeed_operators import compile_operators
-from benchmarks.step import measure, ratios_table, times_table
+from benchmarks.step import measure, missed_bars, ratios_table, times_table
 
 # Subject, peer, highest ratio of their whole peaks that passes.
 PEAK_BARS = (
@@ -120,7 +120,6 @@ def main(
     rounds: Annotated[int, typer.Option(min=0, help="Rounds of timing; 0 measures memory alone.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 3,
     only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3-nvme.")] = "",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "offload",
 ) -> None:
     """Measure offload against DeepSpeed's; write benchmarks/results/offload.{json,md}."""
     console = terminal()
@@ -152,7 +151,7 @@ def main(
         "runs": runs,
         "failures": failures,
     }
-    conclude(console, output, "Host and NVMe offload", tables, data, failures)
+    conclude(console, "offload", "Host and NVMe offload", tables, data, [*failures, *missed_bars(rows)])
 
 
 if __name__ == "__main__":
