@@ -69,7 +69,8 @@ def table_of(runs: list[Run], model: str, tokens: int, rounds: int, repeats: int
     note = (
         f"{model}, 1 × {tokens} tokens, bfloat16, AdamW, one rank with two threads; every layer is "
         f"checkpointed. {rounds} rounds of {repeats} steps each way in random order, all in one process; a "
-        f"round's time is the median of its steps, the ratio to {TORCH} the median of the rounds' (95% interval). "
+        f"round's time is the median of its steps, the ratio to {TORCH} the median of the rounds' (95% "
+        f"interval). "
         "Moved: what leaves the device after a forward; 0 where inputs stay."
     )
     columns = [

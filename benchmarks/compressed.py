@@ -45,7 +45,8 @@ def duels_table(duels: list[Duel], network: str) -> Table:
             *("uncompressed", "compressed", "Mbit/s", "free", "compressed, free", "communication / compute"),
             *("limited", "compressed, limited", "times faster", "at least"),
         ),
-        note=f"Milliseconds a step, medians. Times faster: median of the rounds' ratios (95% interval). {NODES} nodes of {RANKS_PER_NODE} ranks of one thread; "
+        note=f"Milliseconds a step, medians. Times faster: median of the rounds' ratios (95% interval). "
+        f"{NODES} nodes of {RANKS_PER_NODE} ranks of one thread; "
         f"{network}. Free: links without a limit. Communication is what the limit adds to the uncompressed "
         "step, compute the step without a limit.",
     )

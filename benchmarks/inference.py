@@ -115,7 +115,8 @@ def table_of(runs: list[Run], rounds: int, tokens: int) -> Table:
     note = (
         f"One process, bfloat16, decoding one token a forward with a KV cache. Medians of {rounds} rounds of "
         f"{tokens} forwards, all sides in turn in each; the ratio is the median of the rounds' ratios "
-        "(95% interval). Compute: the same model whole in memory, without a cap. Reading: every unit's extent once, "
+        "(95% interval). Compute: the same model whole in memory, without a cap. Reading: every unit's "
+        "extent once, "
         "in order, through the same store, with nothing to compute. Bound: the slower of the two. Same: all "
         "tokens of generate and the logits of every forward are equal bit for bit to those in memory."
     )

@@ -83,7 +83,8 @@ def table_of(runs: list[Run], model: str, stage: int, rounds: int, pairs: int) -
     note = (
         f"{model}, stage {stage}, two ranks of one thread. {rounds} rounds of {pairs} pairs of steps, one "
         "with the monitors and one without, in random order; a round's time is the median of its steps, the "
-        "ratio the median of the rounds' (95% interval). Own: processor time of the training thread inside the "
+        "ratio the median of the rounds' (95% interval). Own: processor time of the training thread "
+        "inside the "
         "monitors."
     )
     columns = ["", "ms/step with", "without", "with / without", "bar", "met", "own µs", "of a step", "events"]

@@ -186,7 +186,8 @@ def overhead_table(found: dict[str, dict[str, Any]]) -> Table:
         "A step of zero_ext against torch's own parts, two ranks",
         ("contender", "ms a step", "against", "ratio", "at most"),
         note=f"Medians of rounds in turn, in {STARTS} starts of processes that hold one of torch's and those "
-        "against it; ratios are medians of the rounds' ratios, with their 95% interval. The same layers, schedule, "
+        "against it; ratios are medians of the rounds' ratios, with their 95% interval. The same layers, "
+        "schedule, "
         "splits and batches. torch: its schedule with its fused AdamW, or parallelize_module with its AdamW "
         "as it comes, as the fused one refuses split tensors beside others. The number is ZeRO's stage; it "
         "has one replica.",
