@@ -12,12 +12,14 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.harness.environment import DIRTY, RESULTS_FOLDER, UNKNOWN, commit, start
+from benchmarks.harness.recorded import recorded_result
 from benchmarks.harness.registered import ROOT, Run, run_of_command
 from benchmarks.runs import RUNS
 
 PIPE_WIDTH = 170
 RESULTS = ROOT / RESULTS_FOLDER
 TRIALS = ROOT / "build" / "benchmarks"
+REPEATS = "measurements at this commit"
 
 
 @dataclass
@@ -83,6 +85,12 @@ def why_not_recorded(run: Run | None, complete: bool) -> str:
     return ""
 
 
+def measurements(run: Run, at: str) -> int:
+    """How often the run was recorded at the commit `at`, now included: a repeat until bars are met shows."""
+    before = recorded_result(run, RESULTS)
+    return 1 + (int(before.data["environment"].get(REPEATS, 1)) if before and before.commit == at else 0)
+
+
 def conclude(
     console: Console,
     name: str,
@@ -120,7 +128,10 @@ def conclude(
         reason = why_not_recorded(run, complete)
         folder, name = (RESULTS, run.name) if run and not reason else (TRIALS, name)
         console.print(f"A trial, not recorded: {reason}." if reason else "Recorded.")
-        for path in write_results(name, heading, tables, data | {"missed": list(failures)}, folder):
+        data = data | {"missed": list(failures)}
+        if run and not reason:
+            data["environment"] |= {REPEATS: str(measurements(run, data["environment"]["commit"]))}
+        for path in write_results(name, heading, tables, data, folder):
             console.print(f"wrote {path}")
         if plot is not None:
             console.print(f"wrote {plot(folder / f'{name}.png')}")
