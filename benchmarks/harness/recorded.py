@@ -46,14 +46,21 @@ class Recorded:
         missed = self.data.get("missed")
         return "" if missed is None else ("yes" if not missed else f"{len(missed)} missed")
 
-    def why_outdated(self) -> str:
-        """What makes a new measurement necessary; empty for a result that is fresh."""
+    def why_no_protocol(self) -> str:
+        """Why a run of today would not be recorded like this; empty for a result of the protocol."""
         if self.run is None:
             return "no registered run"
         if self.data["environment"]["command"] != self.run.command:
             return "other arguments"
         if self.commit.endswith(DIRTY):
             return "from a tree with changes"
+        return "" if "missed" in self.data else "from before the protocol"
+
+    def why_outdated(self) -> str:
+        """What makes a new measurement necessary; empty for a result that is fresh."""
+        reason = self.why_no_protocol()
+        if self.run is None or reason:
+            return reason
         changed = git("diff", "--name-only", self.commit, "--", *self.run.sources())
         if changed is None:
             return "commit not found"
