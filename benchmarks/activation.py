@@ -1,6 +1,6 @@
 """What kept checkpoints cost: steps of a Llama whose layers are checkpointed, by where their inputs wait.
 
-Run from the repository root: python -m benchmarks.activation [--model 239m] [--tokens 512] [--rounds 5]
+Run from the repository root: python -m benchmarks.activation [--model 239m] [--tokens 512] [--rounds 9]
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def table_of(runs: list[Run], model: str, tokens: int, rounds: int, repeats: int
 def main(
     model: Annotated[str, typer.Option(help="The Llama that trains.")] = "239m",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 512,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 9,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of each way in a round.")] = 3,
 ) -> None:
-    """Time steps by where checkpoints wait; write benchmarks/results/activation.{json,md}."""
+    """Time steps by where checkpoints wait; write the result."""
     console, runs = terminal(), [Run(name) for name in MODES]
     with Team("zero_ext", 1, 2, worker=WORKER) as team, console.status(f"{model}, {tokens} tokens"):
         try:

@@ -210,7 +210,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each contender.")] = 21,
     deepspeed: Annotated[bool, typer.Option(help="Measure DeepSpeed too; it must be installed.")] = True,
 ) -> None:
-    """Time the one-pass step against a stream of the same bytes and the peers; write results/adam.*."""
+    """Time the one-pass step against a stream of the same bytes and the peers; write the result."""
     console = terminal()
     count = int(millions * 2**20)
     needed = count * 110

@@ -298,7 +298,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each contender.")] = 9,
     folder: Annotated[Path, typer.Option(help="A directory on the device.")] = Path(),
 ) -> None:
-    """Time the engine and the arena against their peers on one device; write results/aio.*."""
+    """Time the engine and the arena against their peers on one device; write the result."""
     console = terminal()
     nbytes = max(int(gigabytes * 2**30) // BLOCK, DEPTH) * BLOCK
     if available_bytes() < 2 * nbytes:

@@ -1,6 +1,6 @@
 """Block-sparse attention on the CPU against torch's full attention and compiled FlexAttention.
 
-Run from the repository root: python -m benchmarks.attention [--lengths 8192,16384] [--rounds 5] [--no-flex]
+Run from the repository root: python -m benchmarks.attention [--lengths 8192,16384] [--rounds 9] [--no-flex]
 """
 
 import math
@@ -432,12 +432,12 @@ def main(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     dim: Annotated[int, typer.Option(help="Head dim.")] = 64,
     block: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each contender.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each contender.")] = 9,
     flex: Annotated[
         bool, typer.Option(help="Compare with FlexAttention, which needs a C++ compiler.")
     ] = True,
 ) -> None:
-    """Measure block-sparse attention against its peers and write results/attention.*."""
+    """Measure block-sparse attention against its peers and write the result."""
     console = terminal()
     setting = Setting(heads, dim, block, rounds)
     compared = [int(each) for each in lengths.split(",")]

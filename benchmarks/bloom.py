@@ -119,7 +119,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Steps of zero_ext on one rank.")] = 20,
     only: Annotated[str, typer.Option(help="Comma-separated contenders.")] = "",
 ) -> None:
-    """Measure staging, losses and peaks on BLOOM's shape; write benchmarks/results/bloom.{json,md}."""
+    """Measure staging, losses and peaks on BLOOM's shape; write the result."""
     console = terminal()
     shape_named(model)
     keys = [key for key in only.split(",") if key] or [*ALONE, *PAIR]

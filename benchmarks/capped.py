@@ -190,7 +190,7 @@ def main(
     ] = 20.0,
     only: Annotated[str, typer.Option(help="'model' or 'length'; both by default.")] = "",
 ) -> None:
-    """Find what fits under a cap; write benchmarks/results/capped.{json,md}."""
+    """Find what fits under a cap; write the result."""
     console = terminal()
     if only not in ("", "model", "length"):
         raise typer.BadParameter(f"--only: {only!r} given, 'model' or 'length' wanted")

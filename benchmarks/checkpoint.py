@@ -271,7 +271,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each contender.")] = 7,
     folder: Annotated[Path | None, typer.Option(help="Where to write; a temporary folder there.")] = None,
 ) -> None:
-    """Time save and load against plain writes and reads of the same bytes; write results/checkpoint.*."""
+    """Time save and load against plain writes and reads of the same bytes; write the result."""
     console = terminal()
     if available_bytes() < 4 * gigabytes * 1e9:
         raise typer.BadParameter("four times --gigabytes of free memory are needed")

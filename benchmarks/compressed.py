@@ -117,7 +117,7 @@ def main(
     elements: Annotated[int, typer.Option(min=1, help="Of the buffer that is exchanged alone.")] = 34_000_000,
     only: Annotated[str, typer.Option(help="Compressed modes, comma-separated; empty: all.")] = "",
 ) -> None:
-    """Measure steps and exchanges over slow links; write benchmarks/results/compressed.{json,md}."""
+    """Measure steps and exchanges over slow links; write the result."""
     console = terminal()
     duels = [
         Duel(Side(plain), Side(compressed), bar)

@@ -195,7 +195,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 21,
     threads: Annotated[int, typer.Option(min=0, help="Of ops and copies; 0: torch's own number.")] = 0,
 ) -> None:
-    """Time each op against a copy of the same bytes; write results/compression.*."""
+    """Time each op against a copy of the same bytes; write the result."""
     console = terminal()
     count = int(millions * 2**20)
     needed = count * 36

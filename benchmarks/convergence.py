@@ -103,7 +103,7 @@ def main(
         Path | None, typer.Option(help="Continues runs from there; by default runs/convergence/COMMIT.")
     ] = None,
 ) -> None:
-    """Train, then judge what has finished; write benchmarks/results/convergence/WHAT.{json,md,png}."""
+    """Train, then judge what has finished; write the result."""
     console = terminal()
     run = text_run(what)
     wanted = [

@@ -143,7 +143,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 15,
     passes: Annotated[int, typer.Option(min=1, help="Forwards and backwards in a round.")] = 5,
 ) -> None:
-    """Time the host's part of a layer; write benchmarks/results/host_time.{json,md}."""
+    """Time the host's part of a layer; write the result."""
     console = terminal()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)

@@ -109,7 +109,7 @@ def main(
     model: Annotated[str, typer.Option(help="Shape, such as 7b or llama-1024x16.")] = "7b",
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1,
 ) -> None:
-    """Train a model that memory cannot hold; write benchmarks/results/huge.{json,md}."""
+    """Train a model that memory cannot hold; write the result."""
     console = terminal()
     shape = shape_named(model)
     if not isinstance(shape, LlamaShape):

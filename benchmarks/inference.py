@@ -1,6 +1,6 @@
 """Token generation with parameters on NVMe: time of a forward against its bound, and under a memory cap.
 
-Run from the repository root: python -m benchmarks.inference [--cap-megabytes 1024] [--rounds 5] [--tokens 8]
+Run from the repository root: python -m benchmarks.inference [--cap-megabytes 1024] [--rounds 9] [--tokens 8]
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ def main(
     times: Annotated[float, typer.Option(help="Bytes of parameters over the cap.")] = 5.0,
     widths: Annotated[str, typer.Option(help="The Llama whose layers the capped model has.")] = "1b",
     model: Annotated[str, typer.Option(help="The model without a cap; '' leaves that run out.")] = "239m",
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 9,
     tokens: Annotated[int, typer.Option(min=1, help="Forwards of each side in a round.")] = 8,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute.")] = 2,
 ) -> None:
-    """Time forwards with parameters on NVMe; write benchmarks/results/inference.{json,md}."""
+    """Time forwards with parameters on NVMe; write the result."""
     console = terminal()
     folder = Path(nvme_folder())
     cap_bytes = cap_megabytes * 1_000_000

@@ -99,7 +99,7 @@ def main(
     layers: Annotated[int, typer.Option(min=1, help="Layers of equal size.")] = 48,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each contender.")] = 15,
 ) -> None:
-    """Time LAMB in two passes against torch's operations and a stream of memory; write results/lamb.*."""
+    """Time LAMB in two passes against torch's operations and a stream of memory; write the result."""
     console = terminal()
     count = int(millions * 2**20) // layers * layers
     needed = count * 64

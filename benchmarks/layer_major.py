@@ -175,9 +175,9 @@ def main(
     model: Annotated[str, typer.Option(help="A Llama's shape: tiny, 34m, 239m.")] = "239m",
     micro_batches: Annotated[int, typer.Option(min=1, help="Of one sequence each.")] = 8,
     tokens: Annotated[str, typer.Option(help="Lengths of a sequence.")] = "128,64,32",
-    rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each schedule.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each schedule.")] = 9,
 ) -> None:
-    """Measure bytes and seconds of both schedules; write benchmarks/results/layer_major.{json,md}."""
+    """Measure bytes and seconds of both schedules; write the result."""
     console, shape = terminal(), shape_named(model)
     if not isinstance(shape, LlamaShape):
         raise typer.BadParameter(f"{model} is no Llama")

@@ -203,7 +203,7 @@ def main(
     model: Annotated[str, typer.Option(help="The Llama that trains on documents.")] = "34m",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each yields one ratio.")] = 9,
 ) -> None:
-    """Measure both; write benchmarks/results/long_context.{json,md}."""
+    """Measure both; write the result."""
     console = terminal()
     duels, memory = [], {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -110,7 +110,7 @@ def main(
     window: Annotated[int, typer.Option(min=64, help="Bytes of a sequence.")] = 1024,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other weights and data.")] = 1,
 ) -> None:
-    """Train with every layout and dense; write benchmarks/results/long_quality.{json,md}."""
+    """Train with every layout and dense; write the result."""
     console = terminal()
     runs = [
         train(name, seed, steps, window, console) for seed in range(seeds) for name in ("dense", *LAYOUTS)

@@ -117,8 +117,7 @@ def main(
         ),
     ] = 10.2,
 ) -> None:
-    """Find a length that dense attention fails at and try sparse attention beyond; write
-    benchmarks/results/long_sequence.{json,md}."""
+    """Find a length that dense attention fails at and try sparse attention beyond; write the result."""
     console = terminal()
     if dtype not in ("bfloat16", "float32"):
         raise typer.BadParameter(f"--dtype: {dtype!r} given, 'bfloat16' or 'float32' wanted")

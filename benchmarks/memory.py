@@ -132,7 +132,7 @@ def main(
     only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3,fsdp2.")] = "",
     account_model: Annotated[str, typer.Option(help="Shape held against the formula; '' for none.")] = "34m",
 ) -> None:
-    """Measure resident memory against peers and state bytes against the formula; write results/memory.*."""
+    """Measure resident memory against peers and state bytes against the formula; write the result."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]

@@ -1,6 +1,6 @@
 """What monitors cost: steps with them and without, in turn in one run, two ranks.
 
-Run from the repository root: python -m benchmarks.monitor [--model 34m] [--stage 3] [--rounds 5] [--pairs 40]
+Run from the repository root: python -m benchmarks.monitor [--model 34m] [--stage 3] [--rounds 9] [--pairs 40]
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def table_of(runs: list[Run], model: str, stage: int, rounds: int, pairs: int) -
 def main(
     model: Annotated[str, typer.Option(help="The Llama that trains.")] = "34m",
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 9,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of steps of each policy in a round.")] = 40,
 ) -> None:
-    """Time steps with and without monitors; write benchmarks/results/monitor.{json,md}."""
+    """Time steps with and without monitors; write the result."""
     console = terminal()
     runs = [Run(name) for name in POLICIES]
     with (

@@ -21,7 +21,7 @@ def main(
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each contender before the first round.")] = 2,
     only: Annotated[str, typer.Option(help="Comma-separated contenders; empty: all.")] = "",
 ) -> None:
-    """Time their steps, print the ratios, write benchmarks/results/muon.{json,md}."""
+    """Time their steps, print the ratios, write the result."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]

@@ -79,7 +79,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each gives one ratio.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the one rank.")] = 2,
 ) -> None:
-    """Time both in turn, print the ratio, write benchmarks/results/muon_nvme.{json,md}."""
+    """Time both in turn, print the ratio, write the result."""
     console = terminal()
     torch.set_num_threads(threads)
     runs = [measure(model, rounds) for model in models.split(",")]

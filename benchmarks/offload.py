@@ -121,7 +121,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 3,
     only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3-nvme.")] = "",
 ) -> None:
-    """Measure offload against DeepSpeed's; write benchmarks/results/offload.{json,md}."""
+    """Measure offload against DeepSpeed's; write the result."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]

@@ -122,7 +122,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, the three in turn in each.")] = 9,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
 ) -> None:
-    """Measure how much of the bound a step reaches; write benchmarks/results/overlap.{json,md}."""
+    """Measure how much of the bound a step reaches; write the result."""
     console = terminal()
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory(dir=nvme_folder()) as folder:

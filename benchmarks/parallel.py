@@ -222,7 +222,7 @@ def main(
     micro_batches: Annotated[int, typer.Option(help="A step.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Measured after each start.")] = 5,
 ) -> None:
-    """Measure; write benchmarks/results/parallel.{json,md}."""
+    """Measure; write the result."""
     console = terminal()
     shape = Shape(width, blocks, 8, window, micro_batches, samples=1)
     starts = sorted((simulated(shape) for _ in range(STARTS)), key=lambda start: start[0][0].reached)

@@ -83,7 +83,7 @@ def main(
     ranks: Annotated[int, typer.Option(min=1, help="Size of the fake process group.")] = 1024,
     stages: Annotated[str, typer.Option(help="Comma-separated ZeRO stages.")] = "1,2,3",
 ) -> None:
-    """Set up one rank of many, hold its bytes against the formula, write benchmarks/results/scale.*."""
+    """Set up one rank of many, hold its bytes against the formula, write the result."""
     console = terminal()
     try:
         shape = shape_named(model)

@@ -126,7 +126,7 @@ def summary(one: Simulation) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Simulate, print beside what is known, write benchmarks/results/simulation.{json,md,png}."""
+    """Simulate, print beside what is known, write the result."""
     console = terminal()
     published, machine = compare_published(), ThisMachine()
     own = machine.rows()

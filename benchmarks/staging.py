@@ -69,7 +69,7 @@ def main(
     models: Annotated[str, typer.Option(help="Comma-separated shapes.")] = "34m,239m,bloom-560m,7b",
     ranks: Annotated[str, typer.Option(help="Comma-separated numbers of ranks.")] = "1,2",
 ) -> None:
-    """Plan the staging of models; write results/staging.*."""
+    """Plan the staging of models; write the result."""
     console = terminal()
     rows = staging_rows(models.split(","), [int(number) for number in ranks.split(",")])
     data = {"environment": describe(), "rows": rows}

@@ -92,7 +92,7 @@ def main(
     steps: Annotated[int, typer.Option(min=10, help="Steps of each contender.")] = 1000,
     only: Annotated[str, typer.Option(help="Comma-separated contenders.")] = CONTENDERS,
 ) -> None:
-    """Measure that a step allocates nothing; write results/steady.*."""
+    """Measure that a step allocates nothing; write the result."""
     console, rows, failures = terminal(), [], []
     os.environ.update(KEEP_FREED)  # for the ranks
     with console.status("starting") as status:

@@ -154,7 +154,7 @@ def main(
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each contender before the first round.")] = 4,
     only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3,fsdp2.")] = "",
 ) -> None:
-    """Time zero_ext's steps against its peers, print the ratios, write benchmarks/results/step.{json,md}."""
+    """Time zero_ext's steps against its peers, print the ratios, write the result."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]

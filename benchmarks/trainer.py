@@ -20,7 +20,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 8,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each contender before the first round.")] = 4,
 ) -> None:
-    """Time their steps, print the ratios, write benchmarks/results/trainer.{json,md}."""
+    """Time their steps, print the ratios, write the result."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]
