@@ -36,6 +36,7 @@ RUNS = (
     Run("bloom", "bloom", minutes=10),
     Run("capped", "capped", ("--only", "model"), minutes=10),
     Run("capped_length", "capped", ("--only", "length"), minutes=10),
+    Run("capped_context", "capped", ("--only", "context"), minutes=15),
     Run("huge", "huge", minutes=10),
     Run("offload", "offload", ("--models", "239m"), minutes=25),
     Run("memory", "memory", minutes=20),
