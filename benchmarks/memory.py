@@ -27,7 +27,7 @@ def measure_resident(key: str, shape: Shape, steps: int) -> dict[str, int]:
     """Resident bytes of one contender's ranks in fresh processes; each figure is the highest of its ranks.
 
     libraries: before the model exists. construction_peak: highest while model, engine and optimizer are made.
-    whole_peak: highest from there to the end. steady: after the last step. steps_peak: highest within the
+    overall_peak: highest from there to the end. steady: after the last step. steps_peak: highest within the
     later steps alone.
     """
     contender = contender_named(key)
@@ -111,7 +111,7 @@ def peak_table(rows: list[dict[str, Any]]) -> Table:
             [
                 f"{contender_named(row['subject']).title} / {contender_named(row['peer']).title}",
                 row["model"],
-                f"{row['whole_peak']:.3f}",
+                f"{row['overall_peak']:.3f}",
                 f"{row['steps_peak']:.3f}",
                 f"{row['steady']:.3f}",
                 "yes" if row["met"] else "no",
@@ -152,7 +152,7 @@ def main(
             failures += refused
     rows = peak_rows(matches, readings)
     tables = [peak_table(rows), resident_table(readings), account_table(accounts)]
-    data = {
+    data: dict[str, Any] = {
         "environment": describe(),
         "peaks": rows,
         "resident": readings,
@@ -160,8 +160,10 @@ def main(
         "account_bars": account_bars(accounts),
         "failures": failures,
     }
+    missed = [f"{row['model']}, {row['subject']} / {row['peer']}: peak" for row in rows if not row["met"]]
+    missed += [f"state of a rank: {name}" for name, met in data["account_bars"].items() if not met]
     plot = partial(plot_state_bytes, accounts) if accounts else None
-    conclude(console, "memory", "Memory of a rank", tables, data, failures, plot=plot)
+    conclude(console, "memory", "Memory of a rank", tables, data, [*failures, *missed], plot=plot)
 
 
 if __name__ == "__main__":

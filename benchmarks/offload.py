@@ -27,6 +27,7 @@ PEAK_BARS = (
     ("stage3-host", "deepspeed3-host", None),
 )
 # Whole peak over the formula's, within.
+FORMULA = ("libraries", "state_in_memory", "staging", "activations", "gradient")
 FORMULA_TOLERANCE = {"stage3-stored": 0.10}
 
 
@@ -83,18 +84,32 @@ def formula_rows(readings: dict[str, dict[str, dict[str, int]]]) -> list[dict[st
             found, columns = by_key[key], asdict(predict(shape, key))
             rows.append({"model": model, "contender": key, "libraries": found["libraries"], **columns})
             rows[-1] |= {"measured": found["overall_peak"], "tolerance": tolerance}
+            rows[-1]["off_by"] = found["overall_peak"] / sum(rows[-1][column] for column in FORMULA) - 1
     return rows
+
+
+def missed_peaks(peaks: list[dict[str, Any]], formula: list[dict[str, Any]]) -> list[str]:
+    """The peaks that miss their bar against a peer or against the formula."""
+    found = [
+        f"{row['model']}, {row['subject']} / {row['peer']}: peak {row['ratio']:.3f}, bar {row['bar']}"
+        for row in peaks
+        if row["bar"] is not None and row["ratio"] > row["bar"]
+    ]
+    return found + [
+        f"{row['model']}, {row['contender']}: peak {row['off_by']:+.1%} off the formula"
+        for row in formula
+        if abs(row["off_by"]) > row["tolerance"]
+    ]
 
 
 def formula_table(rows: list[dict[str, Any]]) -> Table:
     """Every part of the formula, and the peak."""
-    columns = ("libraries", "state_in_memory", "staging", "activations", "gradient")
     table = Table(
         "Peak resident memory against the formula, MB a rank",
         (
             "contender",
             "model",
-            *(column.replace("_", " ") for column in columns),
+            *(column.replace("_", " ") for column in FORMULA),
             "sum",
             "measured",
             "off by",
@@ -104,9 +119,8 @@ def formula_table(rows: list[dict[str, Any]]) -> Table:
         " micro-batch as PyTorch alone keeps them; the largest gradient.",
     )
     for row in rows:
-        total = sum(row[column] for column in columns)
-        off = row["measured"] / total - 1
-        cells = [megabytes(row[column]) for column in columns] + [
+        total, off = sum(row[column] for column in FORMULA), row["off_by"]
+        cells = [megabytes(row[column]) for column in FORMULA] + [
             megabytes(total),
             megabytes(row["measured"]),
         ]
@@ -151,7 +165,8 @@ def main(
         "runs": runs,
         "failures": failures,
     }
-    conclude(console, "offload", "Host and NVMe offload", tables, data, [*failures, *missed_bars(rows)])
+    missed = [*missed_bars(rows), *missed_peaks(peaks, formula)]
+    conclude(console, "offload", "Host and NVMe offload", tables, data, [*failures, *missed])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from benchmarks.harness.registered import Run
 _DIRECT_AND_GLOO = (
     "stage1,stage2,stage3,stage1-gloo,stage2-gloo,stage3-gloo,fsdp2,deepspeed1,deepspeed2,deepspeed3"
 )
+_LLAMA_MODES = "adam,onebit_adam,zero_one_adam,zeropp"
+_BYTES_MODES = f"{_LLAMA_MODES},zero_one_adam_16"
 _TO_THE_END = ("--minutes", "1200")
 
 RUNS = (
@@ -19,7 +21,7 @@ RUNS = (
     Run("layouts", "layouts", minutes=1, quick=True),
     Run("muon_nvme", "muon_nvme", minutes=1, quick=True),
     Run("checkpoint", "checkpoint", minutes=2, quick=True),
-    Run("step-34m", "step", ("--models", "34m"), minutes=6),
+    Run("step-34m", "step", ("--models", "34m"), minutes=11),
     Run("step-34m-gloo", "step", ("--models", "34m", "--only", _DIRECT_AND_GLOO), minutes=5),
     Run("trainer", "trainer", minutes=6),
     Run("muon", "muon", ("--models", "34m"), minutes=6),
@@ -47,10 +49,15 @@ RUNS = (
     Run("step-239m", "step", ("--models", "239m"), minutes=60),
     Run("long_sequence", "long_sequence", minutes=110),
     Run("long_quality", "long_quality", minutes=120),
-    Run("convergence/8m-bytes", "convergence", _TO_THE_END, minutes=160),
-    Run("convergence/34m", "convergence", ("--what", "34m", "--seeds", "1", *_TO_THE_END), minutes=600),
+    Run("convergence/8m-bytes", "convergence", ("--modes", _BYTES_MODES, *_TO_THE_END), minutes=200),
     Run(
-        "convergence/muon", "convergence", ("--modes", "muon,adam", "--seeds", "1", *_TO_THE_END), minutes=120
+        "convergence/34m",
+        "convergence",
+        ("--what", "34m", "--modes", _LLAMA_MODES, "--seeds", "1", *_TO_THE_END),
+        minutes=90,
+    ),
+    Run(
+        "convergence/muon", "convergence", ("--modes", "muon,adam", "--seeds", "1", *_TO_THE_END), minutes=40
     ),
     # It reads other results, so it is last.
     Run("simulation", "simulation", minutes=1),

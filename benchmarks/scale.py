@@ -97,7 +97,8 @@ def main(
             except RuntimeError as error:
                 failures.append(str(error))
     data = {"environment": describe(), "results": results, "failures": failures}
-    conclude(console, "scale", "Scale", [scale_table(results, ranks)], data, failures)
+    missed = [f"stage {each['stage']}" for each in results if not (each["bytes_met"] and each["setup_met"])]
+    conclude(console, "scale", "Scale", [scale_table(results, ranks)], data, [*failures, *missed])
 
 
 if __name__ == "__main__":

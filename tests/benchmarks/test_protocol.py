@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import memory, offload, step
 from benchmarks.harness import recorded, report
 from benchmarks.harness.environment import Start
+from benchmarks.harness.matches import Match
 from benchmarks.harness.registered import ROOT, SHARED_SOURCES, Run, run_of_command
 from benchmarks.runs import RUNS
 
@@ -44,6 +46,24 @@ def main(bar: float = 1.5, touch: str = "") -> None:
 
 typer.run(main)
 """
+
+
+def test_missed_bars_of_steps_and_peaks_are_named() -> None:
+    ratio = {"median": 0.6, "low": 0.5, "high": 0.8, "rounds": 9}
+    row = {"model": "m", "subject": "a", "peer": "b", "ratio": ratio, "bar": 0.7}
+    assert step.missed_bars([row | {"met": "yes"}, row | {"met": ""}]) == []
+    assert step.missed_bars([row | {"met": "no"}]) == ["m, a / b: 0.600 (0.500–0.800), at most 0.7 wanted"]
+    peaks = [row | {"ratio": value, "bar": bar} for value, bar in ((0.8, 0.7), (0.6, 0.7), (0.8, None))]
+    formula = [{"model": "m", "contender": "a", "off_by": off, "tolerance": 0.1} for off in (-0.2, 0.05)]
+    assert offload.missed_peaks(peaks, formula) == [
+        "m, a / b: peak 0.800, bar 0.7",
+        "m, a: peak -20.0% off the formula",
+    ]
+    readings = {
+        "tiny": {key: dict.fromkeys(memory.READINGS, size) for key, size in (("stage3", 1), ("fsdp2", 2))}
+    }
+    rows = memory.peak_rows([Match("stage3", (("fsdp2", None),))], readings)
+    assert memory.peak_table(rows).rows[0][2:] == ["0.500", "0.500", "0.500", "yes"]
 
 
 def test_every_benchmark_has_a_run_and_every_run_a_name_of_its_own() -> None:
@@ -101,9 +121,25 @@ def test_results_from_before_the_protocol_are_outdated() -> None:
     results = {each.name: each for each in recorded.recorded_results(RUNS, report.RESULTS)}
     assert "convergence/34m-small-batches" in results and not any(name.startswith("gpu/") for name in results)
     assert results["convergence/34m-small-batches"].why_outdated() == "no registered run"
-    lamb = results["lamb"]
-    if "minutes" not in lamb.data["environment"]:
-        assert (lamb.why_outdated(), lamb.met) == ("other arguments", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "commit", "missed", "reason", "met"),
+    [
+        ("python -m benchmarks.lamb", "abc", {"missed": []}, "", "yes"),
+        ("python -m benchmarks.lamb", "abc", {"missed": ["a", "b"]}, "", "2 missed"),
+        ("python -m benchmarks.lamb --rounds 99", "abc", {"missed": []}, "other arguments", "yes"),
+        ("python -m benchmarks.lamb", "abc-dirty", {"missed": []}, "from a tree with changes", "yes"),
+        ("python -m benchmarks.lamb", "abc", {}, "from before the protocol", ""),
+    ],
+)
+def test_results_that_the_protocol_would_not_record(
+    command: str, commit: str, missed: dict[str, list[str]], reason: str, met: str
+) -> None:
+    data = {"environment": {"command": command, "commit": commit}, **missed}
+    result = recorded.Recorded(Path("lamb.json"), "lamb", Run("lamb", "lamb"), data)
+    assert (result.why_no_protocol(), result.met) == (reason, met)
+    assert result.why_outdated() == (reason or "commit not found")
 
 
 class Repository:
