@@ -56,7 +56,6 @@ class PretendedTeam:
 def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, int, int]]:
     monkeypatch.setattr(convergence_run, "Team", PretendedTeam)
     monkeypatch.setattr(PretendedTeam, "trained", [])
-    monkeypatch.setattr(convergence, "RESULTS", tmp_path / "results")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "held_out.txt").write_text("text")
     return PretendedTeam.trained
@@ -84,9 +83,9 @@ def test_a_run_goes_on_where_the_last_sitting_stopped(
     assert len(adam["losses"]) == 60 and adam["sent"] == {"gather": 4 * 10 * 60}
     assert one_bit["crossing"] == {"gather": 4 * 60}
     assert not list((tmp_path / "runs").rglob("step-*"))
-    assert (tmp_path / "results" / "some.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "results" / "convergence" / "8m-bytes.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="is of 60 steps in bf16, wanted are 61"):
-        convergence.main(**{**options, "steps": 61}, minutes=1.0, output="some")
+        convergence.main(**{**options, "steps": 61}, minutes=1.0)
 
 
 def test_verdicts_by_tolerance_and_spread() -> None:
