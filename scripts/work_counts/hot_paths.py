@@ -189,7 +189,10 @@ def count_path(path: HotPath, folder: Path) -> list[dict[str, Counts]]:
         for counter in (opcodes_of, operations_of):
             counted = run.count(counter, save)
             if prepares:
-                counted["prepare"] = counter(_Run(path, folder).prepare)
+                fresh = _Run(path, folder)
+                gc.collect()
+                counted["prepare"] = counter(fresh.prepare)
+                del fresh
             for phase, counts in counted.items():
                 by_phase[phase] = by_phase.get(phase, {}) | counts
         found.append({name: total(by_phase[each] for each in row) for name, row in path.rows.items()})

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from scripts.work_counts.counting import warm_up_torch
 from scripts.work_counts.hot_paths import PATHS, count_path
+from zero_ext.comm import cross_process_transport
 
 RANKS = 2
 
@@ -24,6 +25,8 @@ def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     warm_up_torch()
+    # It looks at the shared memory of all processes of the machine, and so depends on what else runs there.
+    cross_process_transport.remove_abandoned_memory = lambda: None
     # Collections happen between phases alone: finalizers in the middle of one would change its count.
     gc.disable()
     found = []
