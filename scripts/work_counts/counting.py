@@ -42,7 +42,7 @@ def _recorded_traffic() -> Iterator[list[CollectiveTraffic]]:
         found.append(traffic)
         record(stats, traffic)
 
-    TrafficStats.record = also_record  # type: ignore[method-assign]
+    TrafficStats.record = also_record  # type: ignore[assignment]
     try:
         yield found
     finally:

@@ -46,23 +46,25 @@ def _run_ranks(folder: Path) -> str:
     """Standard output of rank 0. The failure of one rank ends the other, which would wait for it."""
     logs = [folder / f"log-{rank}" for rank in range(RANKS)]
     output = folder / "output"
-    ranks = []
+    processes: list[subprocess.Popen[bytes]] = []
     for rank, log in enumerate(logs):
         command = [sys.executable, "-m", "scripts.work_counts.rank", str(rank), str(folder)]
         with log.open("wb") as errors, output.open("wb") if rank == 0 else log.open("ab") as said:
             process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=said, stderr=errors)
-        ranks.append(process)
+        processes.append(process)
     deadline = time.monotonic() + TIMEOUT_SECONDS
     try:
-        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+        while any(each.poll() is None for each in processes) and not any(
+            each.returncode for each in processes
+        ):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"scripts.work_counts.rank: expected an end in {TIMEOUT_SECONDS:g} s.")
             time.sleep(0.1)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if any(rank.returncode for rank in ranks):
+        for process in processes:
+            process.kill()
+            process.wait()
+    if any(process.returncode for process in processes):
         said_last = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
         raise RuntimeError(f"scripts.work_counts.rank failed:\n{said_last}")
     return output.read_text()
