@@ -26,7 +26,7 @@ def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     warm_up_torch()
     # It looks at the shared memory of all processes of the machine, and so depends on what else runs there.
-    cross_process_transport.remove_abandoned_memory = list
+    cross_process_transport.remove_abandoned_memory = list  # type: ignore[assignment]
     # Collections happen between phases alone: finalizers in the middle of one would change its count.
     gc.disable()
     found = []
