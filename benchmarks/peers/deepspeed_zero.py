@@ -23,6 +23,7 @@ from benchmarks.peers.base import (
     muon_serves,
     nvme_folder,
 )
+from benchmarks.peers.tuned_settings import set_by_path
 
 NEVER = 1_000_000_000
 DEFAULT_BUFFER = 100_000_000
@@ -71,12 +72,7 @@ def configuration(
         "zero_optimization": zero_section(stage, optimizer, params, largest),
         "optimizer": optimizer_section(rule),
     }
-    for path, value in (settings or {}).items():
-        *sections, key = path.split(".")
-        section = config
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[key] = value
+    set_by_path(config, settings or {})
     return config
 
 

@@ -1,8 +1,8 @@
 """Sweep the documented knobs of each peer, so that benchmarks meet peers at their best.
 
 All peers have the same budget: settings tried, rounds and steps. Knob by knob, each setting runs in turn
-with the best one so far and replaces it if it is faster by the median and trains alike. At the end the best one runs in
-turn with the defaults and has to be faster again. The choice and all trials are written to
+with the best one so far and replaces it if it is faster by the median and trains alike. At the end the best
+one runs in turn with the defaults and has to be faster again. The choice and all trials are written to
 `benchmarks/peers/tuned_settings.json`, which contenders read.
 
 Run from the repository root: python -m benchmarks.peers.sweep [--models 34m] [--only ddp,fsdp2]

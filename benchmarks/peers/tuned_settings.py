@@ -1,6 +1,7 @@
 """The settings that a sweep found best for each peer and model, as contenders use them."""
 
 import json
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -48,3 +49,13 @@ def settings_of(key: str, family: str, model: str | None, file: Path | None = No
     if sweep is None or sweep["version"] != package_version(family):
         return None
     return sweep["settings"]
+
+
+def set_by_path(config: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set values of nested sections by the path of their key, "zero_optimization.overlap_comm"."""
+    for path, value in settings.items():
+        *sections, key = path.split(".")
+        section = config
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = value
