@@ -35,9 +35,9 @@ def pretended(
         contenders: Mapping[str, Contender] = _[-1]
         settings = {key: contenders[key].options["settings"] for key in keys}
         tried.extend(each for key, each in settings.items() if key == sweep.CANDIDATE)
-        took = {key: seconds(each) for key, each in settings.items()}
+        costs = {key: seconds(each) for key, each in settings.items()}
         return {
-            key: Record([took[key] * (1 + turn) for turn in range(rounds)], losses(each))
+            key: Record([costs[key] * (1 + turn) for turn in range(rounds)], losses(each))
             for key, each in settings.items()
         }
 
