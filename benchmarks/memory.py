@@ -16,7 +16,7 @@ from benchmarks.harness.plots import plot_state_bytes
 from benchmarks.harness.ranks import Team, TeamFailure
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import Shape, shape_named
-from benchmarks.peers import contender_named
+from benchmarks.peers import contender_named, titles_of
 from benchmarks.peers.deepspeed_operators import compile_operators
 
 RATIOS = ("overall_peak", "steps_peak", "steady")
@@ -30,7 +30,7 @@ def measure_resident(key: str, shape: Shape, steps: int) -> dict[str, int]:
     overall_peak: highest from there to the end. steady: after the last step. steps_peak: highest within the
     later steps alone.
     """
-    contender = contender_named(key)
+    contender = contender_named(key, shape.name)
     with Team(contender.title, contender.ranks, contender.threads) as team:
         started = team.start(contender, shape.name)
         team.ask("steps", unmeasured=steps, measured=0)
@@ -74,7 +74,7 @@ def resident_table(readings: dict[str, dict[str, dict[str, int]]]) -> Table:
     for model, by_key in readings.items():
         for key, reading in by_key.items():
             figures = [megabytes(reading[name]) for name in READINGS]
-            table.rows.append([contender_named(key).title, model, *figures])
+            table.rows.append([contender_named(key, model).title, model, *figures])
     return table
 
 
@@ -109,7 +109,7 @@ def peak_table(rows: list[dict[str, Any]]) -> Table:
         ("zero_ext / peer", "model", "whole peak", "peak of later steps", "steady", "both peaks below"),
         [
             [
-                f"{contender_named(row['subject']).title} / {contender_named(row['peer']).title}",
+                titles_of(row["subject"], row["peer"], row["model"]),
                 row["model"],
                 f"{row['overall_peak']:.3f}",
                 f"{row['steps_peak']:.3f}",

@@ -14,7 +14,7 @@ from benchmarks.harness.prediction import predict
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import LlamaShape, shape_named
 from benchmarks.memory import contenders_of, resident_readings, resident_table
-from benchmarks.peers import contender_named
+from benchmarks.peers import contender_named, titles_of
 from benchmarks.peers.base import nvme_folder
 from benchmarks.peers.deepspeed_operators import compile_operators
 from benchmarks.step import measure, missed_bars, ratios_table, times_table
@@ -61,7 +61,7 @@ def peak_table(rows: list[dict[str, Any]]) -> Table:
         bar = row["bar"]
         table.rows.append(
             [
-                f"{contender_named(row['subject']).title} / {contender_named(row['peer']).title}",
+                titles_of(row["subject"], row["peer"], row["model"]),
                 row["model"],
                 megabytes(row["subject_peak"]),
                 megabytes(row["peer_peak"]),

@@ -17,7 +17,7 @@ from benchmarks.harness.ranks import TeamFailure
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.shapes import BATCH_SIZE, SEQUENCE_LENGTH, Shape, shape_named
 from benchmarks.harness.statistics import agree, largest_difference, ratio_of_rounds, within
-from benchmarks.peers import contender_named
+from benchmarks.peers import contender_named, titles_of
 from benchmarks.peers.deepspeed_operators import compile_operators
 
 MEMORY_SHARE = 0.85
@@ -54,7 +54,7 @@ def row_of(row: dict[str, Any]) -> list[str]:
     alike = "yes" if row["losses_agree"] and row["norms_agree"] else "NO"
     ratio = row["ratio"]
     return [
-        f"{contender_named(row['subject']).title} / {contender_named(row['peer']).title}",
+        titles_of(row["subject"], row["peer"], row["model"]),
         row["model"],
         f"{row['subject_ms']:.1f}",
         f"{row['peer_ms']:.1f}",
@@ -83,7 +83,7 @@ def times_table(runs: list[dict[str, Any]]) -> Table:
         for key, record in run["records"].items():
             table.rows.append(
                 [
-                    contender_named(key).title,
+                    contender_named(key, run["model"]).title,
                     run["model"],
                     f"{1e3 * median(record['seconds']):.1f}",
                     f"{record['losses'][0]:.4f}",
