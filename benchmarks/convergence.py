@@ -64,8 +64,10 @@ def ends_table(verdicts: list[Verdict], run: TextRun, steps: int) -> Table:
     for verdict in verdicts:
         mode = mode_named(verdict.mode)
         judged = [mode.against or "", "", "", ""]
-        if verdict.ratio is not None and verdict.bar is not None:
-            judged[1:] = [f"{verdict.ratio:.4f}", f"{verdict.bar:.4f}", "yes" if verdict.met else "no"]
+        if verdict.ratio is not None:
+            judged[1] = f"{verdict.ratio:.4f}"
+        if verdict.bar is not None:
+            judged[2:] = [f"{verdict.bar:.4f}", "yes" if verdict.met else "no"]
         seeds = ", ".join(map(str, verdict.seeds))
         table.rows.append([mode.title, seeds, f"{verdict.held_out:.4f}", f"{verdict.spread:.2%}", *judged])
     return table

@@ -7,6 +7,7 @@ _DIRECT_AND_GLOO = (
 )
 _LLAMA_MODES = "adam,onebit_adam,zero_one_adam,zeropp"
 _BYTES_MODES = f"{_LLAMA_MODES},zero_one_adam_16"
+_MUON_MODES = "adam,adam@2,adam@4,muon,muon@2,muon@4"  # AdamW and Muon at the best of their rates
 _TO_THE_END = ("--minutes", "1200")
 
 RUNS = (
@@ -57,7 +58,10 @@ RUNS = (
         minutes=90,
     ),
     Run(
-        "convergence/muon", "convergence", ("--modes", "muon,adam", "--seeds", "1", *_TO_THE_END), minutes=40
+        "convergence/muon",
+        "convergence",
+        ("--modes", _MUON_MODES, "--seeds", "1", "--steps", "1500", *_TO_THE_END),
+        minutes=50,
     ),
     # It reads other results, so it is last.
     Run("simulation", "simulation", minutes=1),
