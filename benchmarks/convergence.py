@@ -93,7 +93,7 @@ def bytes_table(records: list[Record], nodes: int) -> Table:
 
 
 def main(
-    what: Annotated[str, typer.Option(help="8m-bytes or 34m.")] = "8m-bytes",
+    what: Annotated[str, typer.Option(help="8m-bytes, 8m-bytes-half or 34m.")] = "8m-bytes",
     minutes: Annotated[float, typer.Option(help="Start and continue runs for so long.")] = 9.0,
     modes: Annotated[
         str, typer.Option(help=f"Of {', '.join(MODES)}; muon@2: twice its learning rate.")

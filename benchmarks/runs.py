@@ -60,7 +60,7 @@ RUNS = (
     Run(
         "convergence/muon",
         "convergence",
-        ("--modes", _MUON_MODES, "--seeds", "1", "--steps", "1500", *_TO_THE_END),
+        ("--what", "8m-bytes-half", "--modes", _MUON_MODES, "--seeds", "1", *_TO_THE_END),
         minutes=50,
     ),
     # It reads other results, so it is last.

@@ -76,6 +76,7 @@ RUNS = {
     run.name: run
     for run in (
         TextRun("8m-bytes", BYTE_LLAMA, steps=3000, batch=1, window=128, learning_rate=3e-4),
+        TextRun("8m-bytes-half", BYTE_LLAMA, steps=1500, batch=1, window=128, learning_rate=3e-4),
         # Moments whose bias is not corrected step far in their first hundred steps: a rate that has risen
         # fully by then holds this run back for long. Up to step 200 its loss falls fast, and a variance of
         # before has little to do with the gradients after.
@@ -95,8 +96,8 @@ RUNS = {
 
 
 def text_run(name: str) -> TextRun:
-    """The 8M-parameter byte model over 3,000 steps, the Llama of 34M over 500 with bytes as its tokens, or a
-    tiny one to try.
+    """The 8M-parameter byte model over 3,000 steps or half of them, the Llama of 34M over 500 with bytes as
+    its tokens, or a tiny one to try.
 
     ValueError for another name.
     """

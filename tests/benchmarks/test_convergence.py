@@ -158,5 +158,5 @@ def test_ranks_draw_other_windows_and_modes_the_same() -> None:
     assert judged.shape == (run.held_out_windows, run.window)
     assert 7.9e6 < BYTE_LLAMA.parameters < 8.1e6
     assert run.factor(0) < run.factor(99) and run.factor(3000) == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="known: 8m-bytes, 34m, tiny"):
+    with pytest.raises(ValueError, match="known: 8m-bytes, 8m-bytes-half, 34m, tiny"):
         text_run("huge")
