@@ -132,8 +132,10 @@ def _problem_of(module: nn.Module, ranks: int) -> str | None:
     for name, parameter in parameters.items():
         if not parameter.dtype.is_floating_point or presharded_of(parameter) is not None:
             return (
-                f"expected '{name}' unquantized and built outside of zero_ext.Init, got {parameter.dtype}, "
-                "quantized or sharded. Load it unquantized, outside of zero_ext.Init."
+                f"expected '{name}' unquantized and not sharded, got {parameter.dtype}, quantized or sharded "
+                "while it was made. Build the model outside of zero_ext.Init. "
+                "zero_ext.integrations.transformers.from_pretrained spreads experts that it loads: pass it "
+                "process_group=mesh."
             )
     return None
 

@@ -247,8 +247,9 @@ def check_experts(
     if not experts:
         return
     ranks = tuple(dist.get_process_group_ranks(groups.experts)) if groups.experts is not None else ()
+    holders = [dist.get_process_group_ranks(groups.data)[at] for at in groups.same_experts]
     for item in experts:
-        problem = _expert_problem(item, tiling, ranks)
+        problem = _expert_problem(item, tiling, ranks, holders)
         if problem:
             raise ValueError(f"expert parameter '{item.spec.name}': {problem}")
     if settings.communication.shard_group_size is not None:
@@ -334,14 +335,18 @@ def _check_stacks(stacked: Sequence[OwnedParameter], optimizer: torch.optim.Opti
             )
 
 
-def _expert_problem(item: OwnedParameter, tiling: Mapping[str, int], ranks: tuple[int, ...]) -> str | None:
+def _expert_problem(
+    item: OwnedParameter, tiling: Mapping[str, int], ranks: tuple[int, ...], holders: Sequence[int]
+) -> str | None:
+    """Return why an expert of those that are spread over ``ranks`` is refused. ``holders`` have it."""
     spread = expert_ranks(item.parameter)
     if spread != ranks:
         return (
             f"expected a mesh with the 'ep' ranks {list(spread)} that have the experts, got {list(ranks)}. "
             "Pass zero_ext.prepare, as its process_group, the mesh that the experts were spread over."
         )
-    if presharded_of(item.parameter) is not None:
+    presharded = presharded_of(item.parameter)
+    if presharded is not None and list(presharded.everyone.ranks) != list(holders):
         return (
             "expected one that was built outside of zero_ext.Init, which shards over all ranks and gives "
             "them one rank's values. Build experts outside of it."
