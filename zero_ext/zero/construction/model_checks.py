@@ -38,9 +38,10 @@ from zero_ext.zero.construction.grouping import (
 )
 from zero_ext.zero.tiling import FullTensorMap
 from zero_ext.zero.units.dtensor_local import check_placement, is_distributed, is_split
-from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed
+from zero_ext.zero.units.parameter_marks import adapted_parameters, expert_ranks, is_packed
 from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.rank_groups import RankGroups, sum_over_model
+from zero_ext.zero.unshard.expert_routing import described_experts
 from zero_ext.zero.unshard.hook_installation import modules_inside_compiled
 
 
@@ -252,6 +253,13 @@ def check_experts(
         problem = _expert_problem(item, tiling, ranks, holders)
         if problem:
             raise ValueError(f"expert parameter '{item.spec.name}': {problem}")
+    adapted = [name for name, each in adapted_parameters(model).items() if expert_ranks(each)]
+    if adapted:
+        raise ValueError(
+            f"expert parameter '{adapted[0]}': expected no adapters where experts are spread over ranks, got "
+            "PEFT's of target_parameters. Adapt other modules (target_modules), or leave "
+            "apply_expert_parallel out."
+        )
     if settings.communication.shard_group_size is not None:
         raise ValueError(
             "communication.shard_group_size: expected None, as experts on several ranks are sharded over "
@@ -287,7 +295,7 @@ def check_routed_experts(
     if not (mixtures or problems):
         problem = (
             "mixtures with stacked weights [experts, m, n] that are called with each token's experts",
-            "none",
+            described_experts(model) or "none",
         )
     elif problems and problem is None:
         problem = "mixtures that can be gathered by expert", "others on another model-parallel rank"
@@ -306,7 +314,10 @@ def _routing_problem(
     for name, module in model.named_modules():
         inner = set(module.modules()).intersection(found.values())
         if has_listed_experts(module):
-            return "stacked weights [experts, m, n]", f"'{name}' with experts in a list"
+            return (
+                "stacked weights [experts, m, n], of which ranks agree on the experts before the call",
+                f"'{name}' with experts in a list, which each rank calls as its own tokens need them",
+            )
         if leaves & {name, type(module).__name__} and inner:
             return "no mixture in units.leaf_modules", f"'{name}'"
     for name, module in found.items():

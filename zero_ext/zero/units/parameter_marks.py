@@ -56,6 +56,21 @@ def mean_over_senders(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.
     return gradient / senders if senders else gradient
 
 
+def adapted_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters, by name, to which PEFT's ``target_parameters`` adds adapters. Its wrapper of their
+    module holds their name, and stands around another one where the module has several such parameters."""
+    found: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        inner, name = getattr(module, "base_layer", None), getattr(module, "parameter_name", None)
+        if isinstance(inner, nn.Module) and isinstance(name, str):
+            while isinstance(getattr(inner, "base_layer", None), nn.Module):
+                inner = inner.base_layer
+            parameter = inner._parameters.get(name)
+            if parameter is not None:
+                found[f"{prefix}.{name}"] = parameter
+    return found
+
+
 class Tie(NamedTuple):
     """``name`` of a parameter that is the same on ``ranks``, counted within the model-parallel group."""
 
