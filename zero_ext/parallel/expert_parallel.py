@@ -154,12 +154,13 @@ def _problem_of(module: nn.Module, ranks: int) -> str | None:
             "apply_expert_parallel out: ZeRO shards these experts over all ranks."
         )
     for name, parameter in parameters.items():
-        if not parameter.dtype.is_floating_point or presharded_of(parameter) is not None:
+        if not parameter.dtype.is_floating_point:
+            return f"expected '{name}' unquantized, got {parameter.dtype}. Load it unquantized."
+        if presharded_of(parameter) is not None:
             return (
-                f"expected '{name}' unquantized and not sharded, got {parameter.dtype}, quantized or sharded "
-                "while it was made. Build the model outside of zero_ext.Init. "
-                "zero_ext.integrations.transformers.from_pretrained spreads experts that it loads: pass it "
-                "process_group=mesh."
+                f"expected '{name}' in full or without values, got one that was sharded while it was made. Build "
+                "the model outside of zero_ext.Init, or load it already spread: pass process_group=mesh to "
+                "from_pretrained of zero_ext.integrations.transformers."
             )
     return None
 

@@ -371,7 +371,7 @@ REFUSED: list[tuple[str, dict[str, int], str]] = [
         {"ep": 4},
         "'model.layers.0.mlp.experts' (MixtralExperts): expected a multiple of ep (4), got 6",
     ),
-    ("quantized", {"ep": 2}, "'down_proj' unquantized and built outside of zero_ext.Init, got torch.int8"),
+    ("quantized", {"ep": 2}, "expected 'down_proj' unquantized, got torch.int8"),
 ]
 
 

@@ -131,8 +131,8 @@ def _ranks_of(
     split = {name: lengths[name] for name in ("pp", "tp") if lengths.get(name, 1) > 1}
     if split:
         raise ValueError(
-            f"process_group: expected a mesh without 'pp' and 'tp' longer than 1, got {split}. Load the model "
-            "with its class on every rank, and split it then."
+            f"process_group: expected a mesh without 'pp' and 'tp' longer than 1, got {split}. Load the "
+            "model with its class on every rank, and split it then."
         )
     if config.parallel.ep not in (1, lengths.get("ep", 1)):
         raise ValueError(

@@ -57,15 +57,18 @@ def mean_over_senders(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters, by name, to which PEFT's ``target_parameters`` adds adapters. Its wrapper of their
-    module holds their name, and stands around another one where the module has several such parameters."""
+    """Return the parameters, by name, to which PEFT's ``target_parameters`` adds adapters.
+
+    PEFT wraps the module that has the parameter. Wrappers of several parameters of a module are nested.
+    """
     found: dict[str, nn.Parameter] = {}
     for prefix, module in model.named_modules():
-        inner, name = getattr(module, "base_layer", None), getattr(module, "parameter_name", None)
-        if isinstance(inner, nn.Module) and isinstance(name, str):
-            while isinstance(getattr(inner, "base_layer", None), nn.Module):
-                inner = inner.base_layer
-            parameter = inner._parameters.get(name)
+        inner: Any = getattr(module, "base_layer", None)
+        name = getattr(module, "parameter_name", None)
+        while isinstance(getattr(inner, "base_layer", None), nn.Module):
+            inner = inner.base_layer
+        if isinstance(name, str) and isinstance(inner, nn.Module) and name in inner._parameters:
+            parameter = inner._parameters[name]
             if parameter is not None:
                 found[f"{prefix}.{name}"] = parameter
     return found
