@@ -158,9 +158,9 @@ def _problem_of(module: nn.Module, ranks: int) -> str | None:
             return f"expected '{name}' unquantized, got {parameter.dtype}. Load it unquantized."
         if presharded_of(parameter) is not None:
             return (
-                f"expected '{name}' in full or without values, got one that was sharded while it was made. Build "
-                "the model outside of zero_ext.Init, or load it already spread: pass process_group=mesh to "
-                "from_pretrained of zero_ext.integrations.transformers."
+                f"expected '{name}' in full or without values, got one that was sharded while it was made. "
+                "Build the model outside of zero_ext.Init, or load it already spread: pass "
+                "process_group=mesh to from_pretrained of zero_ext.integrations.transformers."
             )
     return None
 

@@ -219,7 +219,7 @@ def test_experts_that_are_sharded_already_name_the_way_to_load_them(world: World
         world.barrier()
         model = from_pretrained(AutoModelForCausalLM, folder, {"stage": 3})
         with pytest.raises(
-            ValueError, match="got one that was sharded .*pass process_group=mesh to from_pretrained"
+            ValueError, match=r"got one that was sharded .*pass process_group=mesh to from_pretrained"
         ):
             apply_expert_parallel(model, mesh_of(2))
         assert model.model.layers[0].mlp.experts.num_experts == EXPERTS

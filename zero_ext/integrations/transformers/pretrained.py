@@ -99,7 +99,7 @@ def from_pretrained(
     _check_config(model_class, config, folder)
     ranks = _ranks_of(chosen, process_group)
     model = _skeleton(model_class, config, dtype, implementation)
-    if isinstance(ranks, DeviceMesh) and "ep" in (ranks.mesh_dim_names or ()):
+    if isinstance(ranks, DeviceMesh) and _lengths(ranks).get("ep", 1) > 1:
         apply_expert_parallel(model, ranks)
     weights = ConvertedWeights(model)
     missing, unexpected = load_into_meta(model, folder, chosen, weights, ranks)
@@ -122,10 +122,8 @@ def _ranks_of(
     """Return ``process_group``, or the mesh over which ``config`` spreads experts. ``ValueError`` if they
     differ, or the mesh splits models."""
     join_world(config.timeout_seconds)
-    lengths: dict[str, int] = {}
-    if isinstance(process_group, DeviceMesh):
-        lengths = dict(zip(process_group.mesh_dim_names or (), process_group.shape, strict=True))
-    elif process_group is None and config.parallel.ep > 1:
+    lengths = _lengths(process_group) if isinstance(process_group, DeviceMesh) else {}
+    if process_group is None and config.parallel.ep > 1:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         return layout_mesh(config, ranks, accelerator_or_cpu().type)
     split = {name: lengths[name] for name in ("pp", "tp") if lengths.get(name, 1) > 1}
@@ -140,6 +138,10 @@ def _ranks_of(
             f"{config.parallel.ep}. Make them agree, or leave one out."
         )
     return process_group
+
+
+def _lengths(mesh: DeviceMesh) -> dict[str, int]:
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def _check_class(model_class: Any, dtype: torch.dtype | str) -> None:
