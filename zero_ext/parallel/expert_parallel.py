@@ -92,7 +92,7 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> Model:
         if parameter in own:
             raise ValueError(
                 f"expert parameter '{name}': expected no adapters where experts are spread over ranks, got "
-                "PEFT's of target_parameters. Adapt other modules (target_modules), or leave "
+                "PEFT's of target_parameters. Set target_modules to other modules, or leave "
                 "apply_expert_parallel out."
             )
     group = mesh["ep"].get_group()

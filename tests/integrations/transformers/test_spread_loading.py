@@ -211,7 +211,7 @@ def test_what_cannot_be_loaded_spread_is_refused_on_all_ranks(world: World, case
 
 
 @on_ranks(4)
-def test_experts_that_are_sharded_already_name_the_way_to_load_them(world: World) -> None:
+def test_sharded_experts_are_refused_with_the_call_that_spreads_them(world: World) -> None:
     enter(world)
     with shared_folder(world) as folder:
         if world.rank == 0:

@@ -257,7 +257,7 @@ def check_experts(
     if adapted:
         raise ValueError(
             f"expert parameter '{adapted[0]}': expected no adapters where experts are spread over ranks, got "
-            "PEFT's of target_parameters. Adapt other modules (target_modules), or leave "
+            "PEFT's of target_parameters. Set target_modules to other modules, or leave "
             "apply_expert_parallel out."
         )
     if settings.communication.shard_group_size is not None:
@@ -315,7 +315,7 @@ def _routing_problem(
         inner = set(module.modules()).intersection(found.values())
         if has_listed_experts(module):
             return (
-                "stacked weights [experts, m, n], of which ranks agree on the experts before the call",
+                "stacked weights [experts, m, n], called with experts on which ranks can agree before",
                 f"'{name}' with experts in a list, which each rank calls as its own tokens need them",
             )
         if leaves & {name, type(module).__name__} and inner:
