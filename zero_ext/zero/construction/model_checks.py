@@ -315,7 +315,7 @@ def _routing_problem(
         inner = set(module.modules()).intersection(found.values())
         if has_listed_experts(module):
             return (
-                "stacked weights [experts, m, n], called with experts on which ranks can agree before",
+                "stacked weights [experts, m, n] and calls with the experts of all tokens",
                 f"'{name}' with experts in a list, which each rank calls as its own tokens need them",
             )
         if leaves & {name, type(module).__name__} and inner:
