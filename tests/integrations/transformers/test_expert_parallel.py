@@ -265,11 +265,12 @@ def test_ranks_without_tokens_and_experts_without_tokens(world: World) -> None:
 @on_ranks(4)
 def test_llama_4_sends_routed_rows_alone(world: World) -> None:
     enter(world)
-    made = mixture_of("llama4", world.seed)
+    made = mixture_of("llama4", world.seed).double()  # its sums are in another order
     experts = made.model.layers[0].feed_forward.experts
     spread = apply_expert_parallel(copy.deepcopy(made), mesh_of(4)).model.layers[0].feed_forward.experts
-    tokens = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(world.seed))
-    routed = torch.zeros(8, 5, 1)
+    generator = torch.Generator().manual_seed(world.seed)
+    tokens = torch.randn(8, 5, 16, generator=generator, dtype=torch.float64)
+    routed = torch.zeros(8, 5, 1, dtype=torch.float64)
     if world.rank != 2:  # which has no rows for any expert
         routed[[0, 0, 5, 7], [0, 3, 1, 2]] = 1.0  # the experts 2 and 3 of the second rank have none
     rows = (tokens * routed).view(-1, 16)
@@ -282,11 +283,10 @@ def test_llama_4_sends_routed_rows_alone(world: World) -> None:
     expected.square().sum().backward()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(own.grad, full.grad)
-    for name, parameter in experts.named_parameters():
-        senders = sum(world.everyone(parameter.grad))
-        torch.testing.assert_close(
-            local_tensor(spread.get_parameter(name).grad), senders.chunk(4)[world.rank]
-        )
+    sums = {name: sum(world.everyone(each.grad)) for name, each in experts.named_parameters()}
+    for name, total in sums.items():
+        gradient = local_tensor(spread.get_parameter(name).grad)
+        torch.testing.assert_close(gradient, total.chunk(4)[world.rank])
 
 
 def adapted(model: Any) -> Any:
