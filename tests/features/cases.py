@@ -324,4 +324,15 @@ CASES += [
         )
         for adapters, stage in ((False, 2), (False, 3), (True, 3))
     ),
+    *(
+        Case(
+            "expert parallelism (ep)",
+            f"files of Hugging Face, ep 2 x dp 2, stage {stage}",
+            f"{TRAINER}:spread_loading",
+            4,
+            {"config": {"stage": stage}},
+            needs_transformers=True,
+        )
+        for stage in (2, 3)
+    ),
 ]

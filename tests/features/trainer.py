@@ -1,4 +1,4 @@
-"""What a rank trains in each test of transformers' Trainer, on any device."""
+"""What a rank trains in each test of transformers' Trainer, and loads of its models, on any device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import MixtralForCausalLM, Trainer
 
-from tests.features.sharding import Found
+import zero_ext
+from tests.features.sharding import Found, on_host
+from tests.integrations.transformers.mixtures import mixture_of, optimizer_of
 from tests.integrations.transformers.models import Sentences, arguments, column, enter, llama, shared_folder
 from tests.multi.rank import World
-from zero_ext.integrations.transformers import ZeroTrainerMixin
+from zero_ext.integrations.transformers import ZeroTrainerMixin, from_pretrained
+from zero_ext.parallel import make_mesh
 from zero_ext.zero import engine_of
 
 
@@ -45,3 +48,19 @@ def trainer(world: World, device: str, adapters: bool, config: dict[str, Any]) -
             assert engine_of(made.model).device.type == device
             found[f"resumed from {bool(resumed)}"] = column(made, "loss")
     return found
+
+
+def spread_loading(world: World, device: str, config: dict[str, Any]) -> Found:
+    """Experts that are spread over two ranks, from the files of a full model."""
+    enter(world)
+    mesh = make_mesh(ep=2, device_type=device)
+    with shared_folder(world) as folder:
+        if world.rank == 0:
+            mixture_of("mixtral", world.seed).save_pretrained(folder)
+        world.barrier()
+        model = from_pretrained(MixtralForCausalLM, folder, config, process_group=mesh)
+        if config["stage"] < 3:
+            model.to(device)
+        prepared, _ = zero_ext.prepare(model, optimizer_of(model), config, process_group=mesh)
+        assert engine_of(prepared).device.type == device
+        return on_host(zero_ext.full_state_dict(prepared))

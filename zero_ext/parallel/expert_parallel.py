@@ -14,14 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.parallel.experts import through_experts
 from zero_ext.parallel.tensor.tp_styles import ParameterSplit, local_parameters, split_parameter
-from zero_ext.zero.units.parameter_marks import expert_ranks, has_marked_experts, mark_experts_of
+from zero_ext.zero.units.parameter_marks import (
+    adapted_parameters,
+    expert_ranks,
+    has_marked_experts,
+    mark_experts_of,
+)
 from zero_ext.zero.units.presharded import presharded_of
+from zero_ext.zero.unshard.expert_routing import described_experts
 
 Model = TypeVar("Model", bound=nn.Module)
 _DOWN = "down_proj"
 # Set by transformers' decorator of experts that are called with tokens, indices and weights.
 _INTERFACE = "_is_expert_parallel"
 _ARGUMENTS = 4  # the module itself, tokens, indices and weights
+# Experts that are called with as many rows for each of them: the tokens routed there, and zeros.
+_BATCHED = "Llama4TextExperts"
 
 
 def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> Model:
@@ -37,7 +45,8 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> Model:
     Args:
         model: A model on every rank, with the same values. Its experts are stacked in parameters such as
             `gate_up_proj` [experts, m, n] and `down_proj`, and are called through transformers' interface of
-            experts (Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS and others).
+            experts (Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS and others) or are Llama 4's. It may be on the
+            meta device: `prepare(..., init="skip")` and a load of a checkpoint follow.
         mesh: A mesh with the dimension "ep", and no "pp", "cp" or "tp" longer than 1.
 
     Returns:
@@ -69,7 +78,8 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> Model:
     if not stacks:
         raise ValueError(
             f"{type(model).__name__}: expected a model with experts that are stacked in parameters [experts, "
-            "m, n], got none. Leave apply_expert_parallel out, or build the model from MixtureOfExperts."
+            f"m, n] and called with tokens, indices and weights, got {described_experts(model) or 'none'}. "
+            "Leave apply_expert_parallel out, or build the model from MixtureOfExperts."
         )
     for name, module in stacks.items():
         problem = _problem_of(module, ranks)
@@ -77,6 +87,14 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> Model:
             raise ValueError(f"experts '{name}' ({type(module).__name__}): {problem}")
     if ranks == 1:
         return model
+    own = {each for module in stacks.values() for each in module.parameters()}
+    for name, parameter in adapted_parameters(model).items():
+        if parameter in own:
+            raise ValueError(
+                f"expert parameter '{name}': expected no adapters where experts are spread over ranks, got "
+                "PEFT's of target_parameters. Set target_modules to other modules, or leave "
+                "apply_expert_parallel out."
+            )
     group = mesh["ep"].get_group()
     for module in stacks.values():
         _spread(module, mesh["ep"], group)
@@ -109,10 +127,16 @@ def _problem_of(module: nn.Module, ranks: int) -> str | None:
     """Return why the experts ``module`` cannot be spread over ``ranks``; None if they can."""
     parameters = dict(module.named_parameters())
     count, kind = parameters[_DOWN].shape[0], inspect.signature(type(module).forward)
-    if not hasattr(module, _INTERFACE) or len(kind.parameters) != _ARGUMENTS:
+    fused = hasattr(module, _INTERFACE) and len(kind.parameters) == _ARGUMENTS
+    if not (fused or _is_batched(module)):
+        counts = {name: each.shape[0] for name, each in parameters.items() if each.dim() == 3}
+        forward = (
+            f"a forward {kind}" if len(set(counts.values())) == 1 else f"stacks of different sizes {counts}"
+        )
         return (
-            "expected experts that transformers calls with tokens, indices and weights, got a forward "
-            f"{kind}. Leave apply_expert_parallel out: ZeRO shards these experts over all ranks."
+            "expected experts that transformers calls with tokens, indices and weights through its interface "
+            f"of experts, got {forward}. Leave apply_expert_parallel out: ZeRO shards these experts over all "
+            "ranks."
         )
     if has_marked_experts(module) or any(map(expert_ranks, parameters.values())):
         return "expected experts on all ranks, got some that are spread already. Call this function once."
@@ -130,12 +154,20 @@ def _problem_of(module: nn.Module, ranks: int) -> str | None:
             "apply_expert_parallel out: ZeRO shards these experts over all ranks."
         )
     for name, parameter in parameters.items():
-        if not parameter.dtype.is_floating_point or presharded_of(parameter) is not None:
+        if not parameter.dtype.is_floating_point:
+            return f"expected '{name}' unquantized, got {parameter.dtype}. Load it unquantized."
+        if presharded_of(parameter) is not None:
             return (
-                f"expected '{name}' unquantized and built outside of zero_ext.Init, got {parameter.dtype}, "
-                "quantized or sharded. Load it unquantized, outside of zero_ext.Init."
+                f"expected '{name}' in full or without values, got one that was sharded while it was made. "
+                "Build the model outside of zero_ext.Init, or load it already spread: pass "
+                "process_group=mesh to from_pretrained of zero_ext.integrations.transformers."
             )
     return None
+
+
+def _is_batched(module: nn.Module) -> bool:
+    """Return whether the experts ``module`` are called with as many rows for each of them."""
+    return any(kind.__name__ == _BATCHED for kind in type(module).__mro__)
 
 
 def _spread(module: Any, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
@@ -145,11 +177,19 @@ def _spread(module: Any, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
         split_parameter(module, name, mesh, ParameterSplit(0, 1))
     mark_experts_of(module, ranks)
     module.num_experts = count // len(ranks)
-    forward, signature = module.forward.__func__, inspect.signature(module.forward)
-
+    exchanging = _exchange_batches if _is_batched(module) else _exchange_choices
     # A method, so that a copy of the module calls the copy's experts.
+    module.forward = MethodType(exchanging(module.forward.__func__, count, group), module)
+
+
+def _exchange_choices(
+    forward: Callable[..., torch.Tensor], count: int, group: dist.ProcessGroup
+) -> Callable[..., torch.Tensor]:
+    """Return the forward of ``count`` experts that is called with tokens, their experts and weights."""
+    signature = inspect.signature(forward)
+
     def exchanging(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        hidden, chosen, weights = signature.bind(*args, **kwargs).args
+        hidden, chosen, weights = signature.bind(self, *args, **kwargs).args[1:]
 
         def own_experts(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             with local_parameters(self):
@@ -164,7 +204,29 @@ def _spread(module: Any, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
         mixed: torch.Tensor = (slots * weights.unsqueeze(-1)).sum(1)
         return mixed.to(hidden.dtype)
 
-    module.forward = MethodType(exchanging, module)
+    return exchanging
+
+
+def _exchange_batches(
+    forward: Callable[..., torch.Tensor], count: int, group: dist.ProcessGroup
+) -> Callable[..., torch.Tensor]:
+    """Return the forward of ``count`` experts that is called with rows [count * tokens, width].
+
+    A row is a token times its router's score, so it is zero where the token is not routed to the expert. Such
+    rows have outputs and gradients of zero, as the experts have no biases. Only the others are sent.
+    """
+
+    def exchanging(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+        def own_experts(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            with local_parameters(self):
+                return _call_batched(MethodType(forward, self), rows, counts)
+
+        routed = (hidden_states.detach() != 0).any(-1).view(count, -1)
+        sent = routed.view(-1).nonzero().view(-1)
+        made = through_experts(hidden_states[sent], routed.sum(1), own_experts, group)
+        return made.new_zeros(hidden_states.shape).index_copy(0, sent, made)
+
+    return exchanging
 
 
 def _call_sorted(
@@ -178,3 +240,15 @@ def _call_sorted(
         padded = torch.cat([rows, empty])
         return forward(padded, numbers[:, None], padded.new_ones(1, 1))[:0]
     return forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+
+
+def _call_batched(
+    forward: Callable[..., torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Return the outputs of ``rows``, ``counts`` of each expert one after another, padded to equally many."""
+    experts = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
+    longest = max(int(counts.max()), 1)  # every parameter has to have a gradient
+    first = counts.cumsum(0) - counts
+    slots = experts * longest + torch.arange(len(rows), device=rows.device) - first[experts]
+    batched = rows.new_zeros(len(counts) * longest, rows.shape[1]).index_copy(0, slots, rows)
+    return forward(batched)[slots]

@@ -6,15 +6,18 @@ import copy
 import re
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import zero_ext
 from tests.integrations.transformers.mixtures import (
     FAMILIES,
+    LATENT,
     VOCABULARY,
     Maker,
     batches,
@@ -28,12 +31,11 @@ from tests.integrations.transformers.mixtures import (
 from tests.integrations.transformers.models import enter, shared_folder
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import apply_expert_parallel, make_mesh
+from zero_ext.parallel import apply_expert_parallel, expert_parallel, make_mesh
+from zero_ext.parallel.experts import through_experts
 from zero_ext.zero.units.dtensor_local import is_distributed, local_tensor
 
 STEPS, CLIP = 3, 0.5
-# Llama 4 calls its experts with the rows of all of them. Most rows are zero.
-SPREAD = [family for family in FAMILIES if family != "llama4"]
 # Each stage with another number of ranks along "ep".
 CASES = [(1, 4), (2, 2), (3, 4), (3, 2), (3, 1)]
 
@@ -66,7 +68,7 @@ def assert_values(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("family", SPREAD)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_steps_and_full_values_are_those_of_one_process(world: World, family: str) -> None:
     enter(world)
     made = mixture_of(family, world.seed)
@@ -260,6 +262,96 @@ def test_ranks_without_tokens_and_experts_without_tokens(world: World) -> None:
         torch.testing.assert_close(gradient, parameter.grad.chunk(4)[world.rank])
 
 
+@on_ranks(4)
+def test_llama_4_sends_routed_rows_alone(world: World) -> None:
+    enter(world)
+    made = mixture_of("llama4", world.seed).double()  # its sums are in another order
+    experts = made.model.layers[0].feed_forward.experts
+    spread = apply_expert_parallel(copy.deepcopy(made), mesh_of(4)).model.layers[0].feed_forward.experts
+    generator = torch.Generator().manual_seed(world.seed)
+    tokens = torch.randn(8, 5, 16, generator=generator, dtype=torch.float64)
+    routed = torch.zeros(8, 5, 1, dtype=torch.float64)
+    if world.rank != 2:  # which has no rows for any expert
+        routed[[0, 0, 5, 7], [0, 3, 1, 2]] = 1.0  # the experts 2 and 3 of the second rank have none
+    rows = (tokens * routed).view(-1, 16)
+    own, full = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    with mock.patch.object(expert_parallel, "through_experts", wraps=through_experts) as exchange:
+        found = spread(own)
+    found.square().sum().backward()
+    assert len(exchange.call_args.args[0]) == (0 if world.rank == 2 else 4), world.seed
+    expected = experts(full)
+    expected.square().sum().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(own.grad, full.grad)
+    sums = {name: sum(world.everyone(each.grad)) for name, each in experts.named_parameters()}
+    for name, total in sums.items():
+        gradient = local_tensor(spread.get_parameter(name).grad)
+        torch.testing.assert_close(gradient, total.chunk(4)[world.rank])
+
+
+def adapted(model: Any) -> Any:
+    """A model with adapters of the experts' own parameters."""
+    peft = pytest.importorskip("peft")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=[], target_parameters=names, r=2))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("first", ["adapters", "experts"])
+def test_adapters_of_spread_experts_are_refused_by_name(world: World, first: str) -> None:
+    enter(world)
+    model = mixture_of("mixtral", world.seed)
+    refused = pytest.raises(
+        ValueError, match=r"expert parameter '.*mlp\.experts.*_proj': expected no adapters"
+    )
+    if first == "adapters":
+        model = adapted(model)
+        with refused:
+            apply_expert_parallel(model, mesh_of(2))
+        assert not any(map(is_distributed, model.parameters()))
+        assert apply_expert_parallel(model, mesh_of(1)) is model  # on one rank nothing is spread
+        return
+    model = adapted(apply_expert_parallel(model, mesh_of(2)))
+    with refused:
+        zero_ext.prepare(model, optimizer_of(model), {"stage": 2}, process_group=mesh_of(2))
+
+
+# Mixtures of transformers with other interfaces, and what is said about them.
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "jetmoe": (
+        {"num_hidden_layers": 1, "kv_channels": 4, "num_key_value_heads": 2, "num_local_experts": 4},
+        "got 'model.layers.0.mlp.input_linear' (JetMoeParallelExperts) with {'weight': (4, 16, 16)} and a "
+        "forward (self, inputs, expert_size). Leave apply_expert_parallel out",
+    ),
+    "longcat_flash": (
+        {
+            **LATENT,
+            "num_layers": 1,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+            "head_dim": 4,
+        },
+        "got stacks of different sizes {'gate_up_proj': 6, 'down_proj': 4}. Leave apply_expert_parallel out",
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_interfaces_are_refused_with_the_reason(world: World, kind: str) -> None:
+    enter(world)
+    sizes, words = OTHERS[kind]
+    common = {"hidden_size": 16, "vocab_size": 32, "num_attention_heads": 2}
+    narrow = {"intermediate_size": 8, "ffn_hidden_size": 8, "expert_ffn_hidden_size": 8}
+    known = vars(AutoConfig.for_model(kind))
+    chosen = {**{name: value for name, value in {**common, **narrow}.items() if name in known}, **sizes}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **chosen))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        apply_expert_parallel(model, mesh_of(2))
+
+
 def quantized(family: str, seed: int) -> Any:
     """A model with experts in integers."""
     model = mixture_of(family, seed)
@@ -273,14 +365,13 @@ REFUSED: list[tuple[str, dict[str, int], str]] = [
     ("mixtral", {"ep": 2, "tp": 2}, "longer than 1 for experts of transformers, got {'tp': 2}"),
     ("mixtral", {"ep": 2, "pp": 2}, "longer than 1 for experts of transformers, got {'pp': 2}"),
     ("mixtral", {"ep": 2, "cp": 2}, "longer than 1 for experts of transformers, got {'cp': 2}"),
-    ("llama4", {"ep": 2}, "expected experts that transformers calls with tokens, indices and weights"),
     ("listed", {"ep": 2}, "ListedExperts: expected a model with experts that are stacked in parameters"),
     (
         "uneven",
         {"ep": 4},
         "'model.layers.0.mlp.experts' (MixtralExperts): expected a multiple of ep (4), got 6",
     ),
-    ("quantized", {"ep": 2}, "'down_proj' unquantized and built outside of zero_ext.Init, got torch.int8"),
+    ("quantized", {"ep": 2}, "expected 'down_proj' unquantized, got torch.int8"),
 ]
 
 

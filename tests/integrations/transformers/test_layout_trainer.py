@@ -30,7 +30,12 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.integrations import apply_sequence_parallel
 from zero_ext.integrations.peft import ZeroPeftTrainer
-from zero_ext.integrations.transformers import ZeroTrainer, apply_document_attention, shard_trainer
+from zero_ext.integrations.transformers import (
+    ZeroTrainer,
+    apply_document_attention,
+    from_pretrained,
+    shard_trainer,
+)
 from zero_ext.parallel import apply_expert_parallel, make_mesh
 from zero_ext.zero.units.parameter_marks import has_spread_experts
 
@@ -305,9 +310,9 @@ def test_what_is_not_exact_is_refused(world: World) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("applied", [False, True])
-def test_spread_experts_have_the_losses_of_one_process(world: World, applied: bool) -> None:
-    """By the section, or by a call before the model is given to the Trainer."""
+@pytest.mark.parametrize("by", ["section", "call", "loading"])
+def test_spread_experts_have_the_losses_of_one_process(world: World, by: str) -> None:
+    """By the section alone, or before the model is given to the Trainer, and with its values or without."""
     enter(world)
     data = Documents(BATCH * world.size * STEPS, world.seed)
     model = mixture_of("mixtral", world.seed, vocab_size=VOCABULARY)
@@ -316,12 +321,18 @@ def test_spread_experts_have_the_losses_of_one_process(world: World, applied: bo
     with shared_folder(world) as folder:
         args = arguments(folder, **SETTINGS, save_strategy="steps", save_steps=2)
 
+        if world.rank == 0:
+            model.save_pretrained(folder / "first")
+        world.barrier()
+
         def trainer_of(own: Any) -> Any:
             config: dict[str, Any] = {"stage": 3}
-            if applied:
+            if by == "call":
                 apply_expert_parallel(own, make_mesh(ep=2, device_type="cpu"))
             else:
                 config["parallel"] = {"ep": 2}
+            if by == "loading":
+                own = from_pretrained(type(model), folder / "first", config).train()
             return ZeroTrainer(own, args, train_dataset=data, data_collator=padded, zero_config=config)
 
         trainer, again = (trainer_of(copy.deepcopy(model)) for _ in range(2))

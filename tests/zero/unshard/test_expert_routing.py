@@ -200,6 +200,17 @@ class _Listed(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
 
+class _Sorted(nn.Module):
+    """Experts that are called with their sorted inputs and the number of each one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 4, 4))
+
+    def forward(self, inputs: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        return torch.cat([each @ one for each, one in zip(inputs.split(sizes), self.weight, strict=True)])
+
+
 def _compiled(inside: bool) -> nn.Module:
     model = MixtureModel(seed=1)
     if inside:
@@ -211,7 +222,12 @@ def _compiled(inside: bool) -> nn.Module:
 
 REFUSALS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no mixture": (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "got none"),
-    "a list": (_Listed, {}, "got '' with experts in a list"),
+    "a list": (_Listed, {}, "got '' with experts in a list, which each rank calls as its own tokens need"),
+    "another interface": (
+        lambda: nn.Sequential(nn.Conv1d(2, 2, 2), _Sorted()),
+        {},
+        "got '1' (_Sorted) with {'weight': (3, 4, 4)} and a forward (self, inputs: ",
+    ),
     "a leaf": (
         lambda: MixtureModel(seed=1),
         {"leaf_modules": ["StackedMixture"]},

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.checkpoint.chunk_reader import ChunkReader, ChunkRequest
 from zero_ext.checkpoint.files import CheckpointError
@@ -24,8 +25,11 @@ from zero_ext.config.tiers import TIERS
 from zero_ext.offload import InitStorage, ShardStorage
 from zero_ext.zero.construction.build_units import accelerator_or_cpu
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
+from zero_ext.zero.units.dtensor_local import is_distributed, like_parameter, local_tensor
 from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec
+from zero_ext.zero.units.parameter_marks import expert_ranks, restore_expert_marks
 from zero_ext.zero.units.presharded import PreshardedParameter, refuse_pickling, set_presharded
+from zero_ext.zero.units.rank_groups import rank_groups
 
 _MOST_SHOWN = 5
 _Result = TypeVar("_Result")
@@ -47,7 +51,7 @@ def load_into_meta(
     path: str | os.PathLike[str],
     config: ZeroConfig,
     naming: Naming,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[list[str], list[str]]:
     """Give the parameters and buffers of ``model``, which are on the meta device, values from safetensors; a
     collective.
@@ -55,7 +59,8 @@ def load_into_meta(
     In stage 3 the parameters become what those of :class:`zero_ext.Init` are: each rank reads the bytes of
     its own shards, in chunks, into the tier that ``config`` names, and holds nothing else. In other stages,
     and on one rank that keeps parameters on the device, they are full tensors. Floating-point tensors are
-    converted to the parameters' dtypes.
+    converted to the parameters' dtypes. Of experts that are spread over ``process_group``, a mesh, each rank
+    reads its own.
 
     ``path`` has safetensors as :func:`zero_ext.load_weights` takes them, ``config`` is for ``prepare``,
     ``naming`` leads from the files found to tensors by their names in the model, each of one tensor of the
@@ -66,7 +71,10 @@ def load_into_meta(
     """
     with torch.device("cpu"):
         join_world(config.timeout_seconds)
-        collectives = make_collectives(process_group, config.timeout_seconds)
+        groups = rank_groups(process_group)
+        collectives = make_collectives(groups.data, config.timeout_seconds)
+        if groups.same_experts:
+            collectives.join_experts(groups.same_experts)
         plan = _agreed(collectives, lambda: _Plan(model, find_weights(path), naming), "reading weight files")
         moving = config.offload.params != "device" or accelerator_or_cpu().type != "cpu"
         cuts = config.stage == 3 and (collectives.world_size > 1 or moving)
@@ -140,6 +148,12 @@ class _Plan:
             for stored in dict.fromkeys(files.tensors[key][1].entry.dtype for key in blocks.keys)
             for problem in misfits(firsts[tensor], tensor.shape, tensor.dtype, blocks.shape, stored)
         ]
+        # Initialized on each rank by itself, they would not be those of one process.
+        problems += [
+            f"{firsts[tensor]!r}: expected it in the files, as its experts are spread over ranks, got none"
+            for tensor in firsts
+            if tensor not in self._sources and is_distributed(tensor)
+        ]
         refuse_misfits("weights: they do not fit the model", problems, "Load the files of this model.")
 
     def fill(self, collectives: Collectives, init_storage: InitStorage | None) -> None:
@@ -149,7 +163,8 @@ class _Plan:
         for tensor, blocks in self._sources.items():
             value, target = _allocate(tensor, collectives, init_storage)
             made.append((tensor, value))
-            reads += ((each, target) for each in plan_reads(self._files, blocks, target.start, target.numel))
+            own = _own_experts(tensor, blocks)
+            reads += ((each, target) for each in plan_reads(self._files, own, target.start, target.numel))
         reads.sort(key=lambda each: each[0].copies[0].chunk[:2])
         requests = [ChunkRequest(copy.chunk, None) for read, _ in reads for copy in read.copies]
         with ChunkReader(self._files.paths) as reader:
@@ -162,26 +177,40 @@ class _Plan:
                     module._parameters[key] = value  # type: ignore[assignment]
                 else:
                     module._buffers[key] = value
+        restore_expert_marks(self._model)
+
+
+def _own_experts(tensor: torch.Tensor, blocks: BlockMap) -> BlockMap:
+    """Return the blocks of this rank's experts, if ``tensor`` stacks some that are spread over ranks."""
+    if not is_distributed(tensor):
+        return blocks
+    count = local_tensor(tensor).shape[0]
+    return blocks.narrowed(0, count * tensor.device_mesh.get_local_rank(), count)
 
 
 def _allocate(
     tensor: torch.Tensor, collectives: Collectives, init_storage: InitStorage | None
 ) -> tuple[torch.Tensor, _Target]:
     """Return what takes the place of the meta ``tensor``, and where the values of this rank's slice go."""
+    shape, device = local_tensor(tensor).shape, "cpu"
+    if is_distributed(tensor):
+        device = tensor.device_mesh.device_type  # where DTensor would move what is made on the host
     if init_storage is None or not isinstance(tensor, nn.Parameter):
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        full = torch.empty(shape, dtype=tensor.dtype, device=device)
         target = _Target(0, full.numel(), tensor.dtype, full.view(-1))
         if not isinstance(tensor, nn.Parameter):
             return full, target
-        return nn.Parameter(full, requires_grad=tensor.requires_grad), target
-    spec = ParameterSpec("", tuple(tensor.shape), row_major(tensor.shape), tensor.dtype)
+        return nn.Parameter(like_parameter(tensor, full), requires_grad=tensor.requires_grad), target
+    holders = collectives.holders(bool(expert_ranks(tensor)))
+    spec = ParameterSpec("", tuple(shape), row_major(shape), tensor.dtype)
     alignment = TIERS[init_storage.tier].alignment
-    layout = FlatLayout.build([spec], collectives.world_size, alignment)
-    begin, end = layout.shard_range(collectives.rank)
+    layout = FlatLayout.build([spec], holders.world_size, alignment)
+    begin, end = layout.shard_range(holders.rank)
     storage = init_storage.allocate(end - begin, spec.dtype)
     own = max(0, min(end, spec.numel) - begin)
-    presharded = PreshardedParameter(spec, layout, storage, collectives)
-    parameter = nn.Parameter(presharded.placeholder, requires_grad=tensor.requires_grad)
+    presharded = PreshardedParameter(spec, layout, storage, holders, device=device)
+    value = like_parameter(tensor, presharded.placeholder)
+    parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
     set_presharded(parameter, presharded)
     refuse_pickling(parameter)
     return parameter, _Target(begin, own, spec.dtype, storage)

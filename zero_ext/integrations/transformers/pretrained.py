@@ -14,16 +14,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, GenerationConfig
 
 from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.weights.load_into_meta import load_into_meta
+from zero_ext.comm.process_group import join_world
 from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import show
 from zero_ext.config.sources.config_source import ConfigSource
+from zero_ext.integrations.requested_layout import layout_mesh
 from zero_ext.integrations.transformers.trainer_config import load_settings
 from zero_ext.integrations.transformers.weight_conversion import ConvertedWeights
+from zero_ext.parallel import apply_expert_parallel
+from zero_ext.zero.construction.build_units import accelerator_or_cpu
 from zero_ext.zero.construction.sharded_init import Init
+from zero_ext.zero.units.rank_groups import rank_groups
 
 logger = logging.getLogger("zero_ext")
 _UNSUPPORTED = {
@@ -41,7 +47,7 @@ def from_pretrained(
     *,
     dtype: torch.dtype | str = "auto",
     config: Any = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     **settings: Any,
 ) -> Any:
     """Load the model in `folder` with parameters initialized as shards; a collective of all ranks.
@@ -54,13 +60,17 @@ def from_pretrained(
     works on it as on any model.
     Stages below 3 keep full parameters.
 
+    Where the section `parallel` of `zero_config` or a mesh has "ep" over 1, experts are spread over it as
+    [`apply_expert_parallel`][zero_ext.parallel.apply_expert_parallel] does, and each rank reads its own. All
+    of them must be in the files.
+
     Args:
         model_class: a class of transformers, `AutoModelFor...` too.
         folder: as `save_pretrained` writes it, with safetensors; readable on every rank.
         zero_config: what `ZeroTrainer` takes; "auto" values do not matter here.
         dtype: of the parameters; "auto" takes the one the folder's configuration names.
         config: a configuration instead of the folder's.
-        process_group: the data-parallel ranks.
+        process_group: the data-parallel ranks, or a mesh with "dp", "ep" and "cp", as for `prepare`.
         **settings: for the configuration or the model's class, as in transformers (`num_labels`,
             `attn_implementation`).
 
@@ -71,7 +81,8 @@ def from_pretrained(
         CheckpointError: weights are missing, damaged or hostile.
         TypeError: no class of models, or a setting that nothing takes.
         ValueError: shapes do not fit, experts are missing or there twice, the folder holds a model of another
-            class, the weights are quantized, or the class computes with values of the files.
+            class, the weights are quantized, or the class computes with values of the files. The mesh splits
+            tensors or layers, or the model's experts cannot be spread over it.
         ConfigError: `zero_config` cannot be used.
     """
     chosen = load_settings(zero_config)
@@ -86,19 +97,51 @@ def from_pretrained(
             f"settings: expected none with config=, got {sorted(settings)}. Put them into config."
         )
     _check_config(model_class, config, folder)
+    ranks = _ranks_of(chosen, process_group)
     model = _skeleton(model_class, config, dtype, implementation)
+    if isinstance(ranks, DeviceMesh) and _lengths(ranks).get("ep", 1) > 1:
+        apply_expert_parallel(model, ranks)
     weights = ConvertedWeights(model)
-    missing, unexpected = load_into_meta(model, folder, chosen, weights, process_group)
+    missing, unexpected = load_into_meta(model, folder, chosen, weights, ranks)
     model._weight_conversions = weights.used_rules()  # save_pretrained reverts them
     _report(model, missing, unexpected, folder)
     # What is still to be initialized, or written to by tying, is whole only while it is touched.
-    with Init(chosen, process_group=process_group):
+    data = rank_groups(ranks).data
+    with Init(chosen, process_group=data):
         _finish(model, missing)
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if chosen.stage == 3:
-        model.resize_token_embeddings = _ResizeShards(model, chosen, process_group)
+        model.resize_token_embeddings = _ResizeShards(model, chosen, data)
     return model
+
+
+def _ranks_of(
+    config: ZeroConfig, process_group: dist.ProcessGroup | DeviceMesh | None
+) -> dist.ProcessGroup | DeviceMesh | None:
+    """Return ``process_group``, or the mesh over which ``config`` spreads experts. ``ValueError`` if they
+    differ, or the mesh splits models."""
+    join_world(config.timeout_seconds)
+    lengths = _lengths(process_group) if isinstance(process_group, DeviceMesh) else {}
+    if process_group is None and config.parallel.ep > 1:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        return layout_mesh(config, ranks, accelerator_or_cpu().type)
+    split = {name: lengths[name] for name in ("pp", "tp") if lengths.get(name, 1) > 1}
+    if split:
+        raise ValueError(
+            f"process_group: expected a mesh without 'pp' and 'tp' longer than 1, got {split}. Load the "
+            "model with its class on every rank, and split it then."
+        )
+    if config.parallel.ep not in (1, lengths.get("ep", 1)):
+        raise ValueError(
+            f"parallel.ep: expected the length of 'ep' in process_group ({lengths.get('ep', 1)}) or 1, got "
+            f"{config.parallel.ep}. Make them agree, or leave one out."
+        )
+    return process_group
+
+
+def _lengths(mesh: DeviceMesh) -> dict[str, int]:
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def _check_class(model_class: Any, dtype: torch.dtype | str) -> None:

@@ -38,9 +38,10 @@ from zero_ext.zero.construction.grouping import (
 )
 from zero_ext.zero.tiling import FullTensorMap
 from zero_ext.zero.units.dtensor_local import check_placement, is_distributed, is_split
-from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed
+from zero_ext.zero.units.parameter_marks import adapted_parameters, expert_ranks, is_packed
 from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.rank_groups import RankGroups, sum_over_model
+from zero_ext.zero.unshard.expert_routing import described_experts
 from zero_ext.zero.unshard.hook_installation import modules_inside_compiled
 
 
@@ -247,10 +248,18 @@ def check_experts(
     if not experts:
         return
     ranks = tuple(dist.get_process_group_ranks(groups.experts)) if groups.experts is not None else ()
+    holders = [dist.get_process_group_ranks(groups.data)[at] for at in groups.same_experts]
     for item in experts:
-        problem = _expert_problem(item, tiling, ranks)
+        problem = _expert_problem(item, tiling, ranks, holders)
         if problem:
             raise ValueError(f"expert parameter '{item.spec.name}': {problem}")
+    adapted = [name for name, each in adapted_parameters(model).items() if expert_ranks(each)]
+    if adapted:
+        raise ValueError(
+            f"expert parameter '{adapted[0]}': expected no adapters where experts are spread over ranks, got "
+            "PEFT's of target_parameters. Set target_modules to other modules, or leave "
+            "apply_expert_parallel out."
+        )
     if settings.communication.shard_group_size is not None:
         raise ValueError(
             "communication.shard_group_size: expected None, as experts on several ranks are sharded over "
@@ -286,7 +295,7 @@ def check_routed_experts(
     if not (mixtures or problems):
         problem = (
             "mixtures with stacked weights [experts, m, n] that are called with each token's experts",
-            "none",
+            described_experts(model) or "none",
         )
     elif problems and problem is None:
         problem = "mixtures that can be gathered by expert", "others on another model-parallel rank"
@@ -305,7 +314,10 @@ def _routing_problem(
     for name, module in model.named_modules():
         inner = set(module.modules()).intersection(found.values())
         if has_listed_experts(module):
-            return "stacked weights [experts, m, n]", f"'{name}' with experts in a list"
+            return (
+                "stacked weights [experts, m, n] and calls with the experts of all tokens",
+                f"'{name}' with experts in a list, which each rank calls as its own tokens need them",
+            )
         if leaves & {name, type(module).__name__} and inner:
             return "no mixture in units.leaf_modules", f"'{name}'"
     for name, module in found.items():
@@ -334,14 +346,18 @@ def _check_stacks(stacked: Sequence[OwnedParameter], optimizer: torch.optim.Opti
             )
 
 
-def _expert_problem(item: OwnedParameter, tiling: Mapping[str, int], ranks: tuple[int, ...]) -> str | None:
+def _expert_problem(
+    item: OwnedParameter, tiling: Mapping[str, int], ranks: tuple[int, ...], holders: Sequence[int]
+) -> str | None:
+    """Return why an expert of those that are spread over ``ranks`` is refused. ``holders`` have it."""
     spread = expert_ranks(item.parameter)
     if spread != ranks:
         return (
             f"expected a mesh with the 'ep' ranks {list(spread)} that have the experts, got {list(ranks)}. "
             "Pass zero_ext.prepare, as its process_group, the mesh that the experts were spread over."
         )
-    if presharded_of(item.parameter) is not None:
+    presharded = presharded_of(item.parameter)
+    if presharded is not None and list(presharded.everyone.ranks) != list(holders):
         return (
             "expected one that was built outside of zero_ext.Init, which shards over all ranks and gives "
             "them one rank's values. Build experts outside of it."

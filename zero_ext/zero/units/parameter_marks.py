@@ -56,6 +56,24 @@ def mean_over_senders(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.
     return gradient / senders if senders else gradient
 
 
+def adapted_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters, by name, to which PEFT's ``target_parameters`` adds adapters.
+
+    PEFT wraps the module that has the parameter. Wrappers of several parameters of a module are nested.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        inner: Any = getattr(module, "base_layer", None)
+        name = getattr(module, "parameter_name", None)
+        while isinstance(getattr(inner, "base_layer", None), nn.Module):
+            inner = inner.base_layer
+        if isinstance(name, str) and isinstance(inner, nn.Module) and name in inner._parameters:
+            parameter = inner._parameters[name]
+            if parameter is not None:
+                found[f"{prefix}.{name}"] = parameter
+    return found
+
+
 class Tie(NamedTuple):
     """``name`` of a parameter that is the same on ``ranks``, counted within the model-parallel group."""
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from zero_ext.comm import Collectives
 
@@ -47,6 +48,18 @@ def stacked_experts(module: nn.Module) -> StackedExperts | None:
         if name in _ROUTING:
             return StackedExperts(sizes.pop(), name, position)
     return None
+
+
+def described_experts(model: nn.Module) -> str:
+    """Return what to say about the first stack of experts in ``model`` with another interface, empty for
+    none. Kernels of convolutions have as many dimensions."""
+    for name, module in model.named_modules():
+        stacks = {key: tuple(each.shape) for key, each in module._parameters.items() if each is not None}
+        stacks = {key: shape for key, shape in stacks.items() if len(shape) == 3}
+        if stacks and not isinstance(module, _ConvNd) and stacked_experts(module) is None:
+            called = inspect.signature(type(module).forward)
+            return f"'{name}' ({type(module).__name__}) with {stacks} and a forward {called}"
+    return ""
 
 
 @torch.no_grad()
