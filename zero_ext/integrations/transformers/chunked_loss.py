@@ -15,10 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from zero_ext.activation import linear_cross_entropy
 from zero_ext.activation.chunked_checkpoint import ChunkTokens
-from zero_ext.zero.units.dtensor_local import is_distributed
-
-# Hooks of this module on the head only gather its weight, which the loss does itself.
-_HEAD_HOOKS = "zero_ext.zero.unshard.hook_installation"
+from zero_ext.integrations.transformers.language_model_head import active_layers, head_problem, head_tensors
 
 
 def chunk_loss(model: PreTrainedModel, chunk_tokens: ChunkTokens = "auto") -> None:
@@ -86,23 +83,10 @@ def _problem(model: PreTrainedModel, head: Any) -> str | None:
         return "expected a causal language model, got an encoder with a decoder. Remove the section 'loss'."
     if "labels" not in inspect.signature(model.forward).parameters:
         return "expected labels among the arguments of forward, got none. Remove the section 'loss'."
-    if type(head) is not nn.Linear or "forward" in vars(head):
-        found = "none" if head is None else type(head).__name__
-        return (
-            f"head: expected a plain nn.Linear from get_output_embeddings(), got {found}. Leave the head out "
-            "of adapters and quantization, or remove the section 'loss'."
-        )
-    if is_distributed(head.weight):
-        return (
-            "head: expected its weight on all ranks, got one that is split by tensor parallelism. Leave the "
-            "head out of the plan, or remove the section 'loss'."
-        )
-    if all(module is not head for module in model.modules()):
+    if head is not None and all(module is not head for module in model.modules()):
         return "head: expected one of the model's modules, got another one. Remove the section 'loss'."
-    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
-    hooks += (*head._backward_hooks.values(), *head._backward_pre_hooks.values())
-    if any(getattr(hook, "__module__", "") != _HEAD_HOOKS for hook in hooks):
-        return "head: expected no hooks, got some, which would not run. Remove them or the section 'loss'."
+    if problem := head_problem(head):
+        return problem
     if own_property or model.loss_function is not ForCausalLMLoss:
         return (
             "loss_function: expected transformers' ForCausalLMLoss, got another one. Call "
@@ -114,7 +98,7 @@ def _problem(model: PreTrainedModel, head: Any) -> str | None:
 class _HeadCall:
     """The head's input during one call of the model, and the head itself."""
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Module) -> None:
         self.head = head
         self.hidden: Tensor | None = None
         self.loss_computed = False
@@ -128,7 +112,7 @@ class _HeadCall:
                 "head: expected one call in a forward pass, got a second one. Remove the section 'loss'."
             )
         self.hidden = hidden
-        shape = torch.Size((*hidden.shape[:-1], self.head.out_features))
+        shape = torch.Size((*hidden.shape[:-1], active_layers(self.head)[0].out_features))
         return DeferredLogits(self, hidden.device, hidden.dtype, shape)
 
 
@@ -281,8 +265,9 @@ def _loss_of(call: _HeadCall, chunk_tokens: ChunkTokens) -> Callable[..., Tensor
                 f"logits: expected those of the model's head, got {type(logits).__name__}. Remove the "
                 "section 'loss'."
             )
-        # Stage 3 gathers the weight at this read, for the model's running call.
-        weight, bias = head.weight, head.bias
+        # The cap of linear_cross_entropy divides by itself inside of tanh.
+        scale = logits.scale * (logits.softcap or 1.0)
+        weight, bias, low_rank = head_tensors(head, hidden, scale)
         if weight.shape[0] != vocab_size:
             raise RuntimeError(
                 f"vocab_size: expected the {weight.shape[0]} words of the head, got {vocab_size}. Resize the "
@@ -291,18 +276,17 @@ def _loss_of(call: _HeadCall, chunk_tokens: ChunkTokens) -> Callable[..., Tensor
         targets = (labels if shift_labels is None else shift_labels).to(hidden.device)
         if shift_labels is not None and targets.numel() == hidden.shape[:-1].numel():
             targets = targets.reshape(hidden.shape[:-1])  # flat, as ForCausalLMLoss accepts them
-        # The cap of linear_cross_entropy divides by itself inside of tanh.
-        scale = logits.scale * (logits.softcap or 1.0)
         found = linear_cross_entropy(
             hidden if scale == 1 else hidden * scale,
             weight,
             targets,
-            bias if bias is None or scale == 1 else bias * scale,
+            bias,
             chunk_tokens=chunk_tokens,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
             softcap=logits.softcap,
             shift=shift_labels is None,
+            low_rank=low_rank,
         )
         call.loss_computed = True
         if isinstance(num_items_in_batch, Tensor):
