@@ -429,8 +429,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == right.dtype:
         total.addmm_(left, right)
         return
-    # On a CPU, torch's products have the dtype of their factors. In bfloat16 they need less than half the time
-    # that they need in float32, and a chunk's sum is rounded once. In float16 such a sum may overflow.
+    # On a CPU, torch's products have the dtype of their factors. In bfloat16 they need less than half of
+    # float32's time, and the sum over a chunk is rounded once. In float16 such a sum may overflow.
     widened = right.is_cpu and right.dtype == torch.float16
     wide = right.to(total.dtype) if widened else right
     # The rows of the left side are copied for fp16 on a CPU, those of the product otherwise.
