@@ -281,7 +281,7 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         # With no token that counts the gradients are zero, as torch's.
         scale = gradient if context.count is None else gradient / context.count.clamp(min=1)
-        scaled = (None if each is None else _scale(each, scale).to(context.dtype) for each in gradients)
+        scaled = (None if each is None else _scaled(each, scale, context.dtype) for each in gradients)
         return *(None,) * _OPTIONS, *scaled
 
 
@@ -323,12 +323,13 @@ class _ChunkedHead:
         logits = hidden.new_empty(chunk, weight.shape[0])
         losses = hidden.new_empty(len(hidden), dtype=self.dtype)
         of_bias = torch.zeros_like(bias, dtype=self.dtype) if bias is not None and needed[0] else None
+        make = torch.empty_like if len(hidden) else torch.zeros_like  # the first chunk writes all of it
         of_inputs = [
             torch.empty_like(each) if one else None
             for each, one in zip(self._inputs, needed[1::2], strict=True)
         ]
         of_weights = [
-            torch.zeros_like(each, dtype=self.dtype) if one else None
+            make(each, dtype=self.dtype) if one else None
             for each, one in zip(self._weights, needed[2::2], strict=True)
         ]
         for start in range(0, len(hidden), chunk):
@@ -346,7 +347,7 @@ class _ChunkedHead:
                 if of_input is not None:
                     torch.mm(values, each, out=of_input[rows])
                 if of_weight is not None:
-                    _add_product(of_weight, values.T, inputs[rows])
+                    _add_product(of_weight, values.T, inputs[rows], is_first=start == 0)
             if of_bias is not None:
                 of_bias += values.sum(0, dtype=self.dtype)
         for of_input in of_inputs:
@@ -370,9 +371,10 @@ class _ChunkedHead:
         hidden, weight = self._inputs[0], self._weights[0]
         tokens, words, chunk = len(hidden), self._vocabulary.largest, self._options.chunk_tokens
         if chunk == "auto":
-            # Copies in a wider dtype are made of all logits of a chunk: here on a GPU, in gemm on a CPU. The
-            # slope of the softcap is made of a block, which is small on a CPU.
-            copies = (weight.dtype != self.dtype) * self.dtype.itemsize
+            # Copies in a wider dtype are made of all logits of a chunk: here on a GPU, in gemm on a CPU that
+            # does not multiply in bfloat16. The slope of the softcap is made of a block, small on a CPU.
+            narrow = _has_narrow_products(weight) and self._block_rows is not None
+            copies = (weight.dtype != self.dtype and not narrow) * self.dtype.itemsize
             if self._options.softcap is not None and self._block_rows is None:
                 copies += self.dtype.itemsize
             inputs = weight.shape[1] * self.dtype.itemsize if of_weight and copies else 0
@@ -416,29 +418,39 @@ class _ChunkedHead:
         return losses + options.z_loss * normalizer.square()
 
 
-def _scale(gradient: Tensor, scale: Tensor) -> Tensor:
-    """Multiply ``gradient`` by ``scale`` [] in place. A device would round the scale to its dtype first."""
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``gradient`` times ``scale`` [] in ``dtype``, in place if that is the gradient's. A device would
+    round the scale to the gradient's dtype first."""
+    found = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     rows = max(1, _PRODUCT_BYTES // max(1, gradient[:1].numel() * scale.itemsize))
-    for block in gradient.split(rows):
-        block.copy_(block.to(scale.dtype).mul_(scale))
-    return gradient
+    blocks = gradient.split(rows)
+    for block, target in zip(blocks, blocks if found is gradient else found.split(rows), strict=True):
+        target.copy_(block.to(scale.dtype).mul_(scale))
+    return found
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which may be of a wider dtype: a sum over tokens overflows fp16."""
+def _has_narrow_products(tensor: Tensor) -> bool:
+    """Return whether a CPU multiplies matrices of the dtype of ``tensor`` without copies in a wider one."""
+    return tensor.dtype == torch.bfloat16 and tensor.is_cpu and torch.cpu._is_avx512_bf16_supported()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """Add ``left @ right`` to ``total``, which may be of a wider dtype. The first product replaces it."""
     if total.dtype == right.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=0 if is_first else 1)
         return
     # On a CPU, torch's products have the dtype of their factors. In bfloat16 they need less than half of
     # float32's time, and the sum over a chunk is rounded once. In float16 such a sum may overflow.
-    widened = right.is_cpu and right.dtype == torch.float16
-    wide = right.to(total.dtype) if widened else right
-    # The rows of the left side are copied for fp16 on a CPU, those of the product otherwise.
+    is_widened = right.is_cpu and not _has_narrow_products(right)
+    wide = right.to(total.dtype) if is_widened else right
+    # Rows of the left side are copied for products in float32 on a CPU, those of the product otherwise.
     rows = max(1, _PRODUCT_BYTES // max(1, sum(right.shape) * total.itemsize))
     for block, factor in zip(total.split(rows), left.split(rows), strict=True):
-        if widened:
-            block.addmm_(factor.to(total.dtype), wide)
-        elif right.is_cpu:
-            block += torch.mm(factor, right)
+        if is_widened:
+            block.addmm_(factor.to(total.dtype), wide, beta=0 if is_first else 1)
+            continue
+        product = torch.mm(factor, right) if right.is_cpu else torch.mm(factor, right, out_dtype=total.dtype)
+        if is_first:
+            block.copy_(product)
         else:
-            block += torch.mm(factor, right, out_dtype=total.dtype)
+            block.add_(product)
