@@ -56,13 +56,14 @@ def hooks_of_loss(model: nn.Module) -> _LossHooks | None:
 
 
 def unchunk_loss(model: nn.Module) -> None:
-    """Undo :func:`chunk_loss` in ``model``, if it was called."""
+    """Undo :func:`chunk_loss` in ``model`` and the models inside, if it was called."""
     hooks: Any
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for key in [key for key, hook in hooks.items() if _is_of_loss(hook)]:
-            del hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
-            model._forward_hooks_always_called.pop(key, None)
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _is_of_loss(hook)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def _is_of_loss(hook: Any) -> bool:
