@@ -1,8 +1,12 @@
 """What fits under a memory cap: the largest model, and the longest sequence of one model.
 
+`longest` has long sequences by offload alone, against DeepSpeed; `context` by what computes them in chunks,
+against checkpointed blocks of PyTorch alone.
+
 Run from the repository root: python -m benchmarks.capped [--cap 2] [--only model]
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -27,11 +31,15 @@ LENGTHS = tuple(
 )
 LONG_SHAPE = "bloom-560m"
 LONG_PAIR = ("stage3-nvme", "deepspeed3-nvme")
+CONTEXT_BAR = 4
+CONTEXT_SHAPE = "34m"
+CONTEXT_PAIR = ("long@1", "checkpointed@1")
+CONTEXT_GRAIN = 4096
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One attempt to train STEPS steps under a cap; the peak is that of the fullest rank."""
+    """One attempt to train some steps under a cap; the peak is that of the fullest rank."""
 
     contender: str
     model: str
@@ -47,7 +55,7 @@ class Trial:
     reason: str = ""
 
 
-def attempt(key: str, model: str, cap_bytes: int, length: int = SEQUENCE_LENGTH) -> Trial:
+def attempt(key: str, model: str, cap_bytes: int, length: int = SEQUENCE_LENGTH, steps: int = STEPS) -> Trial:
     """Train `model` with the contender `key`, all of its ranks under one cap of `cap_bytes`."""
     contender, shape = contender_named(key), shape_named(model)
     with capped(lambda watched: cap_bytes) as cap:
@@ -55,7 +63,7 @@ def attempt(key: str, model: str, cap_bytes: int, length: int = SEQUENCE_LENGTH)
         try:
             with Team(contender.title, contender.ranks, contender.threads, cap=cap) as team:
                 team.start(contender, model)
-                answers = team.ask("steps", unmeasured=0, measured=STEPS, length=length)
+                answers = team.ask("steps", unmeasured=0, measured=steps, length=length)
                 memory = team.ask("memory")
         except TeamFailure as failure:
             return Trial(*facts, trained=False, reason=str(failure).splitlines()[0])
@@ -64,7 +72,7 @@ def attempt(key: str, model: str, cap_bytes: int, length: int = SEQUENCE_LENGTH)
         *facts,
         trained=True,
         peak_bytes=max(answer["peak"] for answer in memory),
-        seconds_a_step=max(answer["seconds"] for answer in answers) / STEPS,
+        seconds_a_step=max(answer["seconds"] for answer in answers) / steps,
         first_loss=losses[0],
         last_loss=losses[-1],
     )
@@ -109,6 +117,20 @@ def longest(cap_bytes: int, console: Console) -> list[Trial]:
             trials.append(_report(attempt(key, LONG_SHAPE, cap_bytes, length), console))
             if not trials[-1].trained:
                 break
+    return trials
+
+
+def context(cap_bytes: int, console: Console) -> list[Trial]:
+    """PyTorch alone with longer and longer sequences until it fails, then zero_ext with CONTEXT_BAR times the
+    length that failed: its longest sequence is then longer than that many times PyTorch's. One step each,
+    which PyTorch's optimizer ends without the moments in memory during backward."""
+    ours, theirs = CONTEXT_PAIR
+    trials: list[Trial] = []
+    while not trials or trials[-1].trained:
+        length = CONTEXT_GRAIN * (len(trials) + 1)
+        trials.append(_report(attempt(theirs, CONTEXT_SHAPE, cap_bytes, length, steps=1), console))
+    length = CONTEXT_BAR * trials[-1].length
+    trials.append(_report(attempt(ours, CONTEXT_SHAPE, cap_bytes, length, steps=1), console))
     return trials
 
 
@@ -182,28 +204,45 @@ def _lengths(cap_bytes: int, console: Console) -> tuple[Table, dict[str, Any]]:
     }
 
 
+def _context(cap_bytes: int, console: Console) -> tuple[Table, dict[str, Any]]:
+    trials = context(cap_bytes, console)
+    ours, theirs = (best(trials, key, "length") for key in CONTEXT_PAIR)
+    ratio = ours / theirs if theirs else float("inf")
+    note = f"Tokens of a sequence: {ours} against {theirs}, {ratio:.2f} times (bar ≥ {CONTEXT_BAR:g}). Dense "
+    note += (
+        "causal attention of torch on both sides, blocks checkpointed, bfloat16 parameters, float32 masters, "
+    )
+    note += f"one step; the cap by {trials[0].cap_name}."
+    facts = {"ratio": ratio, "bar": CONTEXT_BAR, "met": ratio >= CONTEXT_BAR}
+    table = table_of("Longest sequence under a cap", trials, note)
+    return table, {**facts, "trials": [asdict(trial) for trial in trials]}
+
+
 def main(
     cap: Annotated[float, typer.Option(help="Cap for the largest model, GiB.")] = 2.0,
     factors: Annotated[str, typer.Option(help="Multiples of PyTorch's largest model to try.")] = "10,15,20",
     length_cap: Annotated[
         float, typer.Option(help="Cap of both ranks for the longest sequence, GiB.")
     ] = 20.0,
-    only: Annotated[str, typer.Option(help="'model' or 'length'; both by default.")] = "",
+    context_cap: Annotated[float, typer.Option(help="Cap for the longest checkpointed sequence, GiB.")] = 4.0,
+    only: Annotated[str, typer.Option(help="'model', 'length' or 'context'; all by default.")] = "",
     output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "capped",
 ) -> None:
     """Find what fits under a cap; write benchmarks/results/capped.{json,md}."""
     console = terminal()
-    if only not in ("", "model", "length"):
-        raise typer.BadParameter(f"--only: {only!r} given, 'model' or 'length' wanted")
+    measures: dict[str, Callable[[], tuple[Table, dict[str, Any]]]] = {
+        "model": lambda: _models(int(cap * 2**30), [float(f) for f in factors.split(",")], console),
+        "length": lambda: _lengths(int(length_cap * 2**30), console),
+        "context": lambda: _context(int(context_cap * 2**30), console),
+    }
+    if only and only not in measures:
+        raise typer.BadParameter(f"--only: {only!r} given, {', '.join(map(repr, measures))} wanted")
     tables: list[Table] = []
     data: dict[str, Any] = {"environment": {**describe(), "NVMe folder": nvme_folder()}}
-    if only != "length":
-        table, data["model"] = _models(int(cap * 2**30), [float(f) for f in factors.split(",")], console)
+    for name in [only] if only else measures:
+        table, data[name] = measures[name]()
         tables.append(table)
-    if only != "model":
-        table, data["length"] = _lengths(int(length_cap * 2**30), console)
-        tables.append(table)
-    met = all(section["met"] for section in (data.get("model"), data.get("length")) if section)
+    met = all(data[name]["met"] for name in measures if name in data)
     conclude(console, output, "Under a memory cap", tables, data, [] if met else ["a bar is missed"])
 
 

@@ -110,6 +110,15 @@ CONTENDERS = {
     for contender in (
         Contender("plain@1", "plain loop, fp32 masters", "plain", {}, 1, 2, 24.0),
         Contender("frugal@1", "PyTorch alone, frugal", "frugal", {}, 1, 2, 20.0),
+        Contender(
+            "checkpointed@1",
+            "PyTorch alone, checkpointed blocks",
+            "frugal",
+            {"checkpointed": True},
+            1,
+            2,
+            20.0,
+        ),
         Contender("ddp", "DDP, fp32 masters", "ddp", {}, 2, 1, 24.0),
         Contender("fsdp2-keep", "FSDP2, no reshard", "fsdp2", {"reshard_after_forward": False}, 2, 1, 17.0),
         Contender("fsdp2", "FSDP2, reshard", "fsdp2", {"reshard_after_forward": True}, 2, 1, 17.0),
@@ -142,6 +151,15 @@ CONTENDERS = {
             1,
             2,
             2.0,
+        ),
+        Contender(
+            "long@1",
+            "zero_ext, loss and MLP in chunks, checkpoints on NVMe",
+            "zero_ext",
+            {"stage": 3, "frugal": True, "long": True},
+            1,
+            2,
+            20.0,
         ),
         Contender(
             "huge@1",

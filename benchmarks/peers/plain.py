@@ -26,10 +26,13 @@ class PlainTrainer:
 
 
 class FrugalTrainer:
-    """The plain loop with as little memory as PyTorch alone needs for it."""
+    """The plain loop with as little memory as PyTorch alone needs for it; blocks are computed again in
+    backward if ``checkpointed``."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, checkpointed: bool = False) -> None:
         self.model = build_model(shape)
+        if checkpointed:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.optimizer = FrugalMasterWeightAdamW(list(self.model.parameters()))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:

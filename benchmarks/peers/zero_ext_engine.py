@@ -30,7 +30,8 @@ class ZeroExtTrainer:
     """The loop of the README: the optimizer is the user's AdamW.
 
     ``tiers`` by state kind. ``tiles`` cut embedding and output layer, 0 leaves them whole. ``frugal`` is for
-    models larger than memory: initialized in their tier, updated inside backward, unclipped. ``transport``
+    models larger than memory: initialized in their tier, updated inside backward, unclipped. ``long`` is for
+    long sequences: blocks are checkpointed to NVMe, loss and MLP are computed in chunks. ``transport``
     "gloo" sends bulk data through ``torch.distributed``'s group, as where ranks may not read each other's
     memory, "direct" as the library chooses.
     """
@@ -44,13 +45,19 @@ class ZeroExtTrainer:
         moments: str = "fp32",
         transport: str = "direct",
         rule: str = "adamw",
+        long: bool = False,
         **tiers: str,
     ) -> None:
         if transport == "gloo":
             process_group.fastest_host_transport = _through_group
         config = configuration(stage, tiles, frugal, moments, tiers)
+        if long:
+            config |= {"loss": {"chunk_tokens": "auto"}, "mlp": {"chunk_tokens": "auto"}}
+            config["activation_checkpointing"] = {"tier": "nvme", "nvme_paths": [nvme_folder()]}
         with zero_ext.Init(config) if frugal else contextlib.nullcontext():
             model = build_model(shape)
+        if long:
+            _checkpoint_blocks(model)
         optimizer = _muon(model) if rule == "muon" else adamw(list(model.parameters()))
         self.model, self.optimizer = zero_ext.prepare(model, optimizer, config=config)
 
@@ -88,6 +95,13 @@ def _muon(model: torch.nn.Module) -> torch.optim.Optimizer:
         parameter.use_muon = muon_serves(name, parameter)  # type: ignore[attr-defined]
     rest = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
     return zero_ext.Muon(model.parameters(), **MUON, adamw=rest)
+
+
+def _checkpoint_blocks(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = zero_ext.checkpoint_activations
 
 
 def _through_group(group: dist.ProcessGroup, timeout_seconds: float) -> PointToPointTransport:
