@@ -181,12 +181,14 @@ def test_fp16_sums_over_many_tokens_do_not_overflow() -> None:
     torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.001)
 
 
-def test_the_weights_gradient_is_summed_in_float32() -> None:
+@pytest.mark.parametrize("narrow", [True, False], ids=["bfloat16 products", "float32 products"])
+def test_the_weights_gradient_is_summed_in_float32(narrow: bool) -> None:
     """Over 512 chunks of equal tokens. A sum in bfloat16 stops growing at 256 times a chunk's."""
     hidden = torch.ones(512, WIDTH, dtype=torch.bfloat16)
     weight = torch.zeros(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.zeros(512, dtype=torch.int64)
-    loss = linear_cross_entropy(hidden, weight, labels, reduction="sum", chunk_tokens=1)
+    with mock.patch.object(chunked_cross_entropy, "_has_narrow_products", lambda _: narrow):
+        loss = linear_cross_entropy(hidden, weight, labels, reduction="sum", chunk_tokens=1)
     (found,) = torch.autograd.grad(loss, weight)
     assert torch.equal(found[0], torch.full((WIDTH,), -0.75 * 512, dtype=torch.bfloat16))
 
