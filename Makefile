@@ -7,7 +7,8 @@
 #   make test-integrations  with the real transformers, DeepSpeed, Lightning, Ray and others, and the examples
 #   make test-oldest-transformers  the Trainer's tests with the oldest release of transformers that is supported
 #   make zoo       train models that nobody tuned to the library, compared with plain torch; a table in build/zoo.md
-#   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
+#   make bench     measure against peers, what has no fresh result; hours. make bench-quick: ten minutes of it
+#   make sanitize  C++ tests under ASan+UBSan and TSan
 #   make arm-check cross-compile the C++ tests for 64-bit Arm and run them in an emulator
 #   make lint      what CI checks            make format    rewrite files to the house style
 #   make cuda-check  compile the CUDA kernels; needs nvcc, no GPU
@@ -49,7 +50,7 @@ DISASSEMBLER := $(VENV)/.stamp-disassembler
 DOCUMENTATION := $(VENV)/.stamp-documentation
 ARM := $(VENV)/.stamp-arm
 
-.PHONY: setup test test-cpp test-python test-integrations test-oldest-transformers demo demo-offload demo-long demo-compressed demo-3d zoo bench sanitize arm-check cuda-check gpu-check gpu-wheels lint format \
+.PHONY: setup test test-cpp test-python test-integrations test-oldest-transformers demo demo-offload demo-long demo-compressed demo-3d zoo bench bench-quick sanitize arm-check cuda-check gpu-check gpu-wheels lint format \
         docs wheel clean
 
 setup: $(EXTENSION)
@@ -122,11 +123,10 @@ demo-3d: setup
 	$(BIN)/python examples/demo_3d.py
 
 bench: $(BENCHMARK_PEERS)
-	for script in benchmarks/*.py; do \
-	  name=$$(basename "$$script" .py); \
-	  case "$$name" in _*) continue ;; esac; \
-	  $(BIN)/python -m "benchmarks.$$name"; \
-	done
+	$(BIN)/python -m benchmarks run
+
+bench-quick: $(BENCHMARK_PEERS)
+	$(BIN)/python -m benchmarks run --quick
 
 # --- C++ tests, without torch: plain and under sanitizers -------------------------------------------
 

@@ -1,6 +1,6 @@
 """What kept checkpoints cost: steps of a Llama whose layers are checkpointed, by where their inputs wait.
 
-Run from the repository root: python -m benchmarks.activation [--model 239m] [--tokens 512] [--rounds 5]
+Run from the repository root: python -m benchmarks.activation [--model 239m] [--tokens 512] [--rounds 9]
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Run:
 
     def met(self, base: Run) -> bool:
         """Whether gradients are the same and the time is within its bar, if it has one."""
-        return self.same_bits and self.ratio(base).median <= BARS.get(self.name, float("inf"))
+        return self.same_bits and self.ratio(base).at_most(BARS.get(self.name, float("inf")))
 
     def figures(self, base: Run) -> dict[str, Any]:
         """Everything measured, for JSON."""
@@ -69,7 +69,8 @@ def table_of(runs: list[Run], model: str, tokens: int, rounds: int, repeats: int
     note = (
         f"{model}, 1 × {tokens} tokens, bfloat16, AdamW, one rank with two threads; every layer is "
         f"checkpointed. {rounds} rounds of {repeats} steps each way in random order, all in one process; a "
-        f"round's time is the median of its steps, the ratio to {TORCH} the median of the rounds' (range). "
+        f"round's time is the median of its steps, the ratio to {TORCH} the median of the rounds' (95% "
+        f"interval). "
         "Moved: what leaves the device after a forward; 0 where inputs stay."
     )
     columns = [
@@ -89,7 +90,7 @@ def table_of(runs: list[Run], model: str, tokens: int, rounds: int, repeats: int
             [
                 run.name,
                 f"{median(run.seconds):.3f}",
-                f"{ratio.median:.3f} ({ratio.lowest:.3f}–{ratio.highest:.3f})",
+                ratio.text(3),
                 f"≤ {bar:.2f}" if bar else "–",
                 "yes" if run.same_bits else "NO",
                 megabytes(run.facts["saved"]),
@@ -103,11 +104,10 @@ def table_of(runs: list[Run], model: str, tokens: int, rounds: int, repeats: int
 def main(
     model: Annotated[str, typer.Option(help="The Llama that trains.")] = "239m",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 512,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 9,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of each way in a round.")] = 3,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "activation",
 ) -> None:
-    """Time steps by where checkpoints wait; write benchmarks/results/activation.{json,md}."""
+    """Time steps by where checkpoints wait; write the result."""
     console, runs = terminal(), [Run(name) for name in MODES]
     with Team("zero_ext", 1, 2, worker=WORKER) as team, console.status(f"{model}, {tokens} tokens"):
         try:
@@ -120,7 +120,7 @@ def main(
     environment = describe() | {"load average at the end": f"{os.getloadavg()[0]:.2f}"}
     data = {"environment": environment, "results": [run.figures(runs[0]) for run in runs]}
     missed = [f"{run.name}: a bar is missed" for run in runs if not run.met(runs[0])]
-    conclude(console, output, "Activation checkpointing", [table], data, missed)
+    conclude(console, "activation", "Activation checkpointing", [table], data, missed)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.harness.environment import available_bytes, describe
 from benchmarks.harness.report import Table, conclude, terminal
-from benchmarks.harness.statistics import Ratio, ratio_of_rounds
+from benchmarks.harness.statistics import ratio_of_rounds
 from benchmarks.peers.deepspeed_operators import load_async_io
 from benchmarks.peers.storage_engines import (
     Mover,
@@ -165,7 +165,7 @@ def judge_engines(
         row |= {
             "zero_ext_against_it": ratio.median if ratio else None,
             "bar": bar if ratio else None,
-            "met": ratio.median >= bar if ratio else None,
+            "met": ratio.at_least(bar) if ratio else None,
         }
         figures.append(row)
         table.rows.append(
@@ -174,17 +174,12 @@ def judge_engines(
                 f"{row['gigabytes_per_second']:.2f}",
                 f"{row['processor_seconds_per_gigabyte']:.3f}",
                 "" if p99 is None else f"{p99 * 1e3:.1f}",
-                with_range(ratio),
+                ratio.text() if ratio else "",
                 f"{bar:.2f}" if ratio else "",
                 "" if ratio is None else ("yes" if row["met"] else "no"),
             ]
         )
     return table, figures
-
-
-def with_range(ratio: Ratio | None) -> str:
-    """Median of the rounds' ratios, and their range."""
-    return "" if ratio is None else f"{ratio.median:.2f} ({ratio.lowest:.2f}-{ratio.highest:.2f})"
 
 
 def tensor_sizes(nbytes: int) -> list[int]:
@@ -269,7 +264,7 @@ def judge_storages(storages: Sequence[Passes], nbytes: int) -> tuple[Table, list
                 for what in ("seconds", "processor", "p99")
             ]
             judged = passes.make is file_per_tensor
-            met = all(ratio.median >= ARENA_BAR for ratio in ratios) if judged else None
+            met = all(ratio.at_least(ARENA_BAR) for ratio in ratios) if judged else None
             figures.append(
                 {
                     "name": passes.name,
@@ -291,7 +286,7 @@ def judge_storages(storages: Sequence[Passes], nbytes: int) -> tuple[Table, list
                     f"{row['gigabytes_per_second']:.2f}",
                     f"{row['processor_seconds_per_gigabyte']:.3f}",
                     f"{row['p99_seconds'] * 1e3:.1f}",
-                    *("" if passes is ours else with_range(ratio) for ratio in ratios),
+                    *("" if passes is ours else ratio.text() for ratio in ratios),
                     "" if met is None else ("yes" if met else "no"),
                 ]
             )
@@ -302,9 +297,8 @@ def main(
     gigabytes: Annotated[float, typer.Option(help="Bytes a pass moves, in units of 2^30.")] = 1.0,
     rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each contender.")] = 9,
     folder: Annotated[Path, typer.Option(help="A directory on the device.")] = Path(),
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "aio",
 ) -> None:
-    """Time the engine and the arena against their peers on one device; write results/aio.*."""
+    """Time the engine and the arena against their peers on one device; write the result."""
     console = terminal()
     nbytes = max(int(gigabytes * 2**30) // BLOCK, DEPTH) * BLOCK
     if available_bytes() < 2 * nbytes:
@@ -317,7 +311,7 @@ def main(
     rows = [row for _, figures in results for row in figures]
     note = (
         f"Medians of {rounds} rounds. A ratio is that of two passes right after each other, in one order and "
-        "the other by turns; its median and range over the rounds."
+        "the other by turns; its median over the rounds with its 95% interval."
     )
     tables[0].note = " ".join([note, *(f"Not measured: {line}." for line in missing)])
     environment = describe() | {"load average at the end": f"{os.getloadavg()[0]:.2f}"}
@@ -327,7 +321,7 @@ def main(
         for row in rows
         if row["met"] is False
     ]
-    conclude(console, output, "Asynchronous I/O", tables, data, missed)
+    conclude(console, "aio", "Asynchronous I/O", tables, data, missed)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Block-sparse attention on the CPU against torch's full attention and compiled FlexAttention.
 
-Run from the repository root: python -m benchmarks.attention [--lengths 8192,16384] [--rounds 5] [--no-flex]
+Run from the repository root: python -m benchmarks.attention [--lengths 8192,16384] [--rounds 9] [--no-flex]
 """
 
 import math
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.harness import process_memory
 from benchmarks.harness.environment import describe
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
-from benchmarks.harness.statistics import Ratio, ratio_of_rounds, within
+from benchmarks.harness.statistics import ratio_of_rounds, within
 from zero_ext import ops
 
 DENSITY = 0.10  # of all blocks, or of those on and below the diagonal
@@ -127,11 +127,6 @@ def in_turn(
     return seconds
 
 
-def spread(ratio: Ratio) -> str:
-    """Median and range."""
-    return f"{ratio.median:.2f} ({ratio.lowest:.2f}-{ratio.highest:.2f})"
-
-
 @dataclass
 class Setting:
     """What all measurements share."""
@@ -159,7 +154,7 @@ def speed(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[st
             "met",
         ),
         note=f"Medians of {setting.rounds} rounds, all in turn; ratios are medians of the rounds' ratios,"
-        f" with their range. {setting.heads} heads of {setting.dim}, blocks of {setting.block},"
+        f" with their 95% interval. {setting.heads} heads of {setting.dim}, blocks of {setting.block},"
         f" {torch.get_num_threads()} threads.",
     )
     figures = []
@@ -184,12 +179,12 @@ def speed(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[st
                         f"{100 * sparse.density:.1f}%",
                         f"{median(seconds['full']):.3f}",
                         f"{median(seconds['sparse']):.3f}",
-                        spread(faster),
+                        faster.text(),
                         f"{SPARSE_BAR}",
-                        "yes" if faster.median >= SPARSE_BAR else "no",
-                        spread(slower),
+                        "yes" if faster.at_least(SPARSE_BAR) else "no",
+                        slower.text(),
                         f"{FULL_BAR}",
-                        within(slower.median, FULL_BAR),
+                        within(slower.high, FULL_BAR),
                     ]
                 )
                 figures.append({"case": kind, "density": sparse.density, "seconds": seconds})
@@ -251,9 +246,9 @@ def against_flex(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[
                         kind,
                         f"{median(seconds['flex']):.3f}",
                         f"{median(seconds['sparse']):.3f}",
-                        spread(ratio),
+                        ratio.text(),
                         "1.0",
-                        "yes" if ratio.median > 1 else "no",
+                        "yes" if ratio.at_least(1.0) else "no",
                         f"{difference:.1e}",
                     ]
                 )
@@ -285,9 +280,9 @@ def growth(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[s
             [
                 name,
                 *(f"{median(each[str(length)]):.1f}" for length in (least, most)),
-                spread(ratio),
+                ratio.text(),
                 f"{GROWTH_BAR}",
-                within(ratio.median, GROWTH_BAR),
+                within(ratio.high, GROWTH_BAR),
             ]
         )
         figures.append({"dtype": name, "blocks": blocks, "seconds": seconds})
@@ -437,13 +432,12 @@ def main(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     dim: Annotated[int, typer.Option(help="Head dim.")] = 64,
     block: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each contender.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each contender.")] = 9,
     flex: Annotated[
         bool, typer.Option(help="Compare with FlexAttention, which needs a C++ compiler.")
     ] = True,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "attention",
 ) -> None:
-    """Measure block-sparse attention against its peers and write results/attention.*."""
+    """Measure block-sparse attention against its peers and write the result."""
     console = terminal()
     setting = Setting(heads, dim, block, rounds)
     compared = [int(each) for each in lengths.split(",")]
@@ -462,7 +456,7 @@ def main(
         table, data[name] = section()
         tables.append(table)
     failures = [f"{table.title}: {row[0]}" for table in tables for row in table.rows if "no" in row]
-    conclude(console, output, "Block-sparse attention on the CPU", tables, data, failures)
+    conclude(console, "attention", "Block-sparse attention on the CPU", tables, data, failures)
 
 
 if __name__ == "__main__":

@@ -118,9 +118,8 @@ def main(
     model: Annotated[str, typer.Option(help="Shape: bloom-560m or bloom-tiny.")] = "bloom-560m",
     steps: Annotated[int, typer.Option(min=1, help="Steps of zero_ext on one rank.")] = 20,
     only: Annotated[str, typer.Option(help="Comma-separated contenders.")] = "",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "bloom",
 ) -> None:
-    """Measure staging, losses and peaks on BLOOM's shape; write benchmarks/results/bloom.{json,md}."""
+    """Measure staging, losses and peaks on BLOOM's shape; write the result."""
     console = terminal()
     shape_named(model)
     keys = [key for key in only.split(",") if key] or [*ALONE, *PAIR]
@@ -142,7 +141,7 @@ def main(
     data = {"environment": environment, "comparisons": rows, "readings": readings, "failures": failures}
     if any(row["ratio"] > row["bar"] for row in rows):
         failures.append("a bar is missed")
-    conclude(console, output, f"One huge parameter: {model}", tables, data, failures)
+    conclude(console, "bloom", f"One huge parameter: {model}", tables, data, failures)
 
 
 if __name__ == "__main__":

@@ -226,9 +226,8 @@ def main(
     ] = 20.0,
     context_cap: Annotated[float, typer.Option(help="Cap for the longest checkpointed sequence, GiB.")] = 4.0,
     only: Annotated[str, typer.Option(help="'model', 'length' or 'context'; all by default.")] = "",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "capped",
 ) -> None:
-    """Find what fits under a cap; write benchmarks/results/capped.{json,md}."""
+    """Find what fits under a cap; write the result."""
     console = terminal()
     measures: dict[str, Callable[[], tuple[Table, dict[str, Any]]]] = {
         "model": lambda: _models(int(cap * 2**30), [float(f) for f in factors.split(",")], console),
@@ -243,7 +242,7 @@ def main(
         table, data[name] = measures[name]()
         tables.append(table)
     met = all(data[name]["met"] for name in measures if name in data)
-    conclude(console, output, "Under a memory cap", tables, data, [] if met else ["a bar is missed"])
+    conclude(console, "capped", "Under a memory cap", tables, data, [] if met else ["a bar is missed"])
 
 
 if __name__ == "__main__":

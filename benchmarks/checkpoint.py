@@ -229,21 +229,21 @@ def judge(title: str, contenders: list[Contender], nbytes: int) -> tuple[Table, 
     ours = contenders[0]
     note = (
         f"Medians of {len(ours.seconds)} rounds, all in turn in each; ratios are medians of the rounds' "
-        f"ratios (lowest to highest). Bar: {SPEED_BAR:.2f} of the plain speed."
+        f"ratios (95% interval). Bar: {SPEED_BAR:.2f} of the plain speed."
     )
     table = Table(title, ["", "s", "GB/s", "zero_ext's speed against it", "bar met"], note=note)
     figures = []
     for contender in contenders:
         ratio = ratio_of_rounds(contender.seconds, ours.seconds)
         judged = contender is not ours and "direct" not in contender.name
-        met = ratio.median >= SPEED_BAR if judged else None
+        met = ratio.at_least(SPEED_BAR) if judged else None
         seconds = median(contender.seconds)
         table.rows.append(
             [
                 contender.name,
                 f"{seconds:.3f}",
                 f"{nbytes / seconds / 1e9:.2f}",
-                "" if contender is ours else f"{ratio.median:.2f} ({ratio.lowest:.2f}-{ratio.highest:.2f})",
+                "" if contender is ours else ratio.text(),
                 "" if met is None else ("yes" if met else "no"),
             ]
         )
@@ -270,9 +270,8 @@ def main(
     gigabytes: Annotated[float, typer.Option(help="State, in units of 10^9 bytes.")] = 1.5,
     rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each contender.")] = 7,
     folder: Annotated[Path | None, typer.Option(help="Where to write; a temporary folder there.")] = None,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "checkpoint",
 ) -> None:
-    """Time save and load against plain writes and reads of the same bytes; write results/checkpoint.*."""
+    """Time save and load against plain writes and reads of the same bytes; write the result."""
     console = terminal()
     if available_bytes() < 4 * gigabytes * 1e9:
         raise typer.BadParameter("four times --gigabytes of free memory are needed")
@@ -304,7 +303,7 @@ def main(
         "bytes": nbytes,
         "results": results,
     }
-    conclude(console, output, "Checkpoints", tables, data, missed)
+    conclude(console, "checkpoint", "Checkpoints", tables, data, missed)
 
 
 if __name__ == "__main__":

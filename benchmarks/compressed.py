@@ -45,7 +45,8 @@ def duels_table(duels: list[Duel], network: str) -> Table:
             *("uncompressed", "compressed", "Mbit/s", "free", "compressed, free", "communication / compute"),
             *("limited", "compressed, limited", "times faster", "at least"),
         ),
-        note=f"Milliseconds a step, medians. {NODES} nodes of {RANKS_PER_NODE} ranks of one thread; "
+        note=f"Milliseconds a step, medians. Times faster: median of the rounds' ratios (95% interval). "
+        f"{NODES} nodes of {RANKS_PER_NODE} ranks of one thread; "
         f"{network}. Free: links without a limit. Communication is what the limit adds to the uncompressed "
         "step, compute the step without a limit.",
     )
@@ -56,7 +57,7 @@ def duels_table(duels: list[Duel], network: str) -> Table:
             for name in ("free", "limited")
         )
         titles = [mode_named(side.mode).title for side in sides]
-        found = [f"{duel.speedup:.2f}", f"{duel.bar:g}"]
+        found = [duel.speedup.text(), f"{duel.bar:g}"]
         rate, share = f"{duel.bits_per_second / 1e6:,.1f}", f"{duel.communication:.1f}"
         table.rows.append([*titles, rate, *free, share, *limited, *found])
     return table
@@ -115,9 +116,8 @@ def main(
     times: Annotated[float, typer.Option(help="Compute that uncompressed communication shall take.")] = 8.0,
     elements: Annotated[int, typer.Option(min=1, help="Of the buffer that is exchanged alone.")] = 34_000_000,
     only: Annotated[str, typer.Option(help="Compressed modes, comma-separated; empty: all.")] = "",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "compressed",
 ) -> None:
-    """Measure steps and exchanges over slow links; write benchmarks/results/compressed.{json,md}."""
+    """Measure steps and exchanges over slow links; write the result."""
     console = terminal()
     duels = [
         Duel(Side(plain), Side(compressed), bar)
@@ -137,7 +137,7 @@ def main(
     data["times_shorter_alone"] = shorter
     data["results"] = [
         asdict(duel)
-        | {"speedup": duel.speedup, "communication": duel.communication, "met": not duel.failures()}
+        | {"speedup": asdict(duel.speedup), "communication": duel.communication, "met": not duel.failures()}
         for duel in duels
     ]
     tables = [
@@ -145,7 +145,7 @@ def main(
         bytes_table(duels, text_run(what).shape.parameters),
         alone_table(seconds, elements),
     ]
-    conclude(console, output, "Compressed communication over slow links", tables, data, failures)
+    conclude(console, "compressed", "Compressed communication over slow links", tables, data, failures)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,8 @@ def judge(cases: list[Case], rounds: int, senders: int) -> tuple[Table, list[dic
         "Ops of compressed communication against a copy of as many bytes",
         ("op", "MB moved", "GB/s", "copy GB/s", "of the copy's rate", "bar", "met"),
         note=f"Medians of {rounds} rounds, op and copy in turn in each; ratios are medians of the rounds'"
-        f" ratios, with their range. {torch.get_num_threads()} threads (of one: its processor seconds), all"
+        f" ratios, with their 95% interval. {torch.get_num_threads()} threads (of one: its processor "
+        f"seconds), all"
         " buffers on huge pages. Bytes are those that must be read and written; the copy is torch's copy_ of"
         f" half as many, which reads and writes as many. Sums are of {senders} messages.",
     )
@@ -163,7 +164,7 @@ def judge(cases: list[Case], rounds: int, senders: int) -> tuple[Table, list[dic
         ratio = ratio_of_rounds(case.copy_seconds, case.seconds)
         seconds, copy_seconds = median(case.seconds), median(case.copy_seconds)
         rate, copy_rate = case.moved / seconds / 1e9, case.moved / copy_seconds / 1e9
-        met = ratio.median >= BAR
+        met = ratio.at_least(BAR)
         figures.append(
             {
                 "name": case.name,
@@ -180,7 +181,7 @@ def judge(cases: list[Case], rounds: int, senders: int) -> tuple[Table, list[dic
                 f"{case.moved / 1e6:.0f}",
                 f"{rate:.1f}",
                 f"{copy_rate:.1f}",
-                f"{ratio.median:.2f} ({ratio.lowest:.2f}-{ratio.highest:.2f})",
+                ratio.text(),
                 f"{BAR:.2f}",
                 "yes" if met else "no",
             ]
@@ -193,9 +194,9 @@ def main(
     senders: Annotated[int, typer.Option(min=1, max=8, help="Messages of a sum.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 21,
     threads: Annotated[int, typer.Option(min=0, help="Of ops and copies; 0: torch's own number.")] = 0,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "compression",
 ) -> None:
-    """Time each op against a copy of the same bytes; write results/compression.*."""
+    """Time each op against a copy of the same bytes; write the result."""
+    console = terminal()
     count = int(millions * 2**20)
     needed = count * 36
     if available_bytes() < needed:
@@ -218,7 +219,7 @@ def main(
         "results": figures,
     }
     missed = [f"{row['name']}: {row['of_copy']:.2f} of the copy's rate" for row in figures if not row["met"]]
-    conclude(terminal(), output, "Ops of compressed communication", [table], data, missed)
+    conclude(console, "compression", "Ops of compressed communication", [table], data, missed)
 
 
 if __name__ == "__main__":

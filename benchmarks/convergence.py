@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +18,13 @@ from rich.console import Console
 from benchmarks.harness.compressed_modes import MODES, mode_named
 from benchmarks.harness.convergence_run import RANKS, Record, advance
 from benchmarks.harness.convergence_verdict import Verdict, judge, plot
-from benchmarks.harness.environment import describe
-from benchmarks.harness.report import RESULTS, Table, conclude, terminal
+from benchmarks.harness.environment import describe, start
+from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.text_model import TextRun, text_run
 from examples.demo.corpus import gather_corpus
 
 ALL_MODES = "adam,onebit_adam,zero_one_adam,zeropp,lamb,onebit_lamb"
-RUNS = Path("runs") / "convergence"
+RUNS = Path("runs") / "convergence"  # a folder for each commit: runs of one do not count for another
 
 
 def train(wanted: list[Record], root: Path, minutes: float, console: Console) -> list[Record]:
@@ -63,8 +64,10 @@ def ends_table(verdicts: list[Verdict], run: TextRun, steps: int) -> Table:
     for verdict in verdicts:
         mode = mode_named(verdict.mode)
         judged = [mode.against or "", "", "", ""]
-        if verdict.ratio is not None and verdict.bar is not None:
-            judged[1:] = [f"{verdict.ratio:.4f}", f"{verdict.bar:.4f}", "yes" if verdict.met else "no"]
+        if verdict.ratio is not None:
+            judged[1] = f"{verdict.ratio:.4f}"
+        if verdict.bar is not None:
+            judged[2:] = [f"{verdict.bar:.4f}", "yes" if verdict.met else "no"]
         seeds = ", ".join(map(str, verdict.seeds))
         table.rows.append([mode.title, seeds, f"{verdict.held_out:.4f}", f"{verdict.spread:.2%}", *judged])
     return table
@@ -98,25 +101,23 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other weights and data.")] = 2,
     steps: Annotated[int, typer.Option(help="Other than the run's own; 0: those.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of parameters; masters are fp32.")] = "bf16",
-    folder: Annotated[Path, typer.Option(help="Where runs are continued from.")] = RUNS,
-    output: Annotated[str, typer.Option(help="Name in benchmarks/results; empty: convergence/WHAT.")] = "",
+    folder: Annotated[
+        Path | None, typer.Option(help="Continues runs from there; by default runs/convergence/COMMIT.")
+    ] = None,
 ) -> None:
-    """Train, then judge what has finished; write benchmarks/results/convergence/WHAT.{json,md,png}."""
+    """Train, then judge what has finished; write the result."""
     console = terminal()
-    run, output = text_run(what), output or f"convergence/{what}"
+    run = text_run(what)
     wanted = [
         Record(what, mode_named(name).name, seed, dtype, steps or run.steps)
         for seed in range(seeds)
         for name in modes.split(",")
     ]
-    records = train(wanted, folder.absolute(), minutes, console)
+    records = train(wanted, (folder or RUNS / start().commit).absolute(), minutes, console)
     verdicts = judge(records)
     waiting = Table("Not finished: call again", ("mode", "seed", "steps"))
     waiting.rows += [[each.mode, str(each.seed), str(each.done)] for each in records if not each.finished]
-    figure = RESULTS / f"{output}.png"
     begun = [record for record in records if record.curve]
-    if begun:
-        console.print(f"wrote {plot(begun, f'{what}: held-out loss on real text', figure)}")
     failures = [
         f"{verdict.mode}: {verdict.ratio:.4f} times the loss of {mode_named(verdict.mode).against}, at most "
         f"{verdict.bar:.4f} wanted"
@@ -127,7 +128,16 @@ def main(
     data["verdicts"] = [asdict(verdict) | {"met": verdict.met} for verdict in verdicts]
     data["runs"] = [asdict(record) for record in begun]
     tables = [ends_table(verdicts, run, steps or run.steps), bytes_table(records, nodes=2), waiting]
-    conclude(console, output, "Quality of compressed communication", tables, data, failures)
+    conclude(
+        console,
+        f"convergence/{what}",
+        "Quality of compressed communication",
+        tables,
+        data,
+        failures,
+        plot=partial(plot, begun, f"{what}: held-out loss on real text") if begun else None,
+        complete=not waiting.rows,
+    )
 
 
 if __name__ == "__main__":

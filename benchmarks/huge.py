@@ -108,9 +108,8 @@ def table_of(shape: LlamaShape, rows: list[dict[str, Any]], measured: dict[str, 
 def main(
     model: Annotated[str, typer.Option(help="Shape, such as 7b or llama-1024x16.")] = "7b",
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "huge",
 ) -> None:
-    """Train a model that memory cannot hold; write benchmarks/results/huge.{json,md}."""
+    """Train a model that memory cannot hold; write the result."""
     console = terminal()
     shape = shape_named(model)
     if not isinstance(shape, LlamaShape):
@@ -140,7 +139,7 @@ def main(
     seconds = measured["build_seconds"] + steps * measured["step_seconds"]
     if left or seconds > LIMIT_SECONDS or any(abs(row["off_by"]) > TOLERANCE for row in rows):
         failures.append(f"{seconds:.0f} s, left behind {left}; see the table")
-    conclude(console, output, "A model far larger than memory", [table], data, failures)
+    conclude(console, "huge", "A model far larger than memory", [table], data, failures)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Token generation with parameters on NVMe: time of a forward against its bound, and under a memory cap.
 
-Run from the repository root: python -m benchmarks.inference [--cap-megabytes 1024] [--rounds 5] [--tokens 8]
+Run from the repository root: python -m benchmarks.inference [--cap-megabytes 1024] [--rounds 9] [--tokens 8]
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Run:
 
     def met(self) -> bool:
         """Whether the forward is near enough to the bound, and the results are the same."""
-        return self.identical and self.ratio().median <= BAR
+        return self.identical and self.ratio().at_most(BAR)
 
 
 def beyond(cap_bytes: int, times: float, widths: LlamaShape) -> LlamaShape:
@@ -115,7 +115,8 @@ def table_of(runs: list[Run], rounds: int, tokens: int) -> Table:
     note = (
         f"One process, bfloat16, decoding one token a forward with a KV cache. Medians of {rounds} rounds of "
         f"{tokens} forwards, all sides in turn in each; the ratio is the median of the rounds' ratios "
-        "(range). Compute: the same model whole in memory, without a cap. Reading: every unit's extent once, "
+        "(95% interval). Compute: the same model whole in memory, without a cap. Reading: every unit's "
+        "extent once, "
         "in order, through the same store, with nothing to compute. Bound: the slower of the two. Same: all "
         "tokens of generate and the logits of every forward are equal bit for bit to those in memory."
     )
@@ -135,9 +136,9 @@ def table_of(runs: list[Run], rounds: int, tokens: int) -> Table:
                 f"{median(run.compute):.3f}",
                 f"{read:.3f}",
                 f"{run.parameter_bytes / read / 1e9:.2f}",
-                f"{ratio.median:.2f} ({ratio.lowest:.2f}-{ratio.highest:.2f})",
+                ratio.text(),
                 f"≤ {BAR:.1f}",
-                "yes" if ratio.median <= BAR else "NO",
+                "yes" if ratio.at_most(BAR) else "NO",
                 "yes" if run.identical else "NO",
             ]
         )
@@ -149,12 +150,11 @@ def main(
     times: Annotated[float, typer.Option(help="Bytes of parameters over the cap.")] = 5.0,
     widths: Annotated[str, typer.Option(help="The Llama whose layers the capped model has.")] = "1b",
     model: Annotated[str, typer.Option(help="The model without a cap; '' leaves that run out.")] = "239m",
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 9,
     tokens: Annotated[int, typer.Option(min=1, help="Forwards of each side in a round.")] = 8,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute.")] = 2,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "inference",
 ) -> None:
-    """Time forwards with parameters on NVMe; write benchmarks/results/inference.{json,md}."""
+    """Time forwards with parameters on NVMe; write the result."""
     console = terminal()
     folder = Path(nvme_folder())
     cap_bytes = cap_megabytes * 1_000_000
@@ -180,7 +180,7 @@ def main(
     }
     data = {"environment": environment, "results": [run.figures() for run in runs]}
     missed = [f"{run.shape.name}: a bar is missed" for run in runs if not run.met()]
-    conclude(console, output, "Inference", [table_of(runs, rounds, tokens)], data, missed)
+    conclude(console, "inference", "Inference", [table_of(runs, rounds, tokens)], data, missed)
 
 
 def _llama(name: str) -> LlamaShape:

@@ -14,7 +14,7 @@ LAYOUTS = (("gpt-175b", (8, 16, 8), 1, 24), ("gpt-1t", (16, 8, 8), 3, 32))
 
 
 def main() -> None:
-    """The first, a middle and the last pipeline stage of each layout; writes benchmarks/results/layouts.*."""
+    """The first, a middle and the last pipeline stage of each layout; writes the result."""
     console = terminal()
     table = Table(
         "One of 1,024 simulated ranks",

@@ -72,9 +72,9 @@ def main(
     models: Annotated[str, typer.Option(help="Comma-separated shapes.")] = "bloom-560m,mixtral-119m",
     dtypes: Annotated[str, typer.Option(help="Of the files, comma-separated.")] = "bfloat16,float32",
     ranks: Annotated[int, typer.Option(min=1, help="Processes that load.")] = 2,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "load",
 ) -> None:
     """Load, print the peaks, write the results."""
+    console = terminal()
     tables, missed, data = [], [], {"environment": describe()}
     for model, dtype in product(models.split(","), dtypes.split(",")):
         with tempfile.TemporaryDirectory(prefix="zero_ext_bench_") as folder:
@@ -83,7 +83,7 @@ def main(
         data[f"{model}, {dtype}"] = found
         if not bar_of(found, ranks)[1]:
             missed.append(f"{model}, {dtype}: the bar is missed")
-    conclude(terminal(), output, "Loading a model into shards", tables, data, missed)
+    conclude(console, "load", "Loading a model into shards", tables, data, missed)
 
 
 if __name__ == "__main__":

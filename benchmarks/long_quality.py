@@ -109,9 +109,8 @@ def main(
     steps: Annotated[int, typer.Option(min=4, help="Of each training.")] = 300,
     window: Annotated[int, typer.Option(min=64, help="Bytes of a sequence.")] = 1024,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other weights and data.")] = 1,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "long_quality",
 ) -> None:
-    """Train with every layout and dense; write benchmarks/results/long_quality.{json,md}."""
+    """Train with every layout and dense; write the result."""
     console = terminal()
     runs = [
         train(name, seed, steps, window, console) for seed in range(seeds) for name in ("dense", *LAYOUTS)
@@ -154,7 +153,7 @@ def main(
         for name, ratio in ratios.items()
         if ratio > BAR
     ]
-    conclude(console, output, "Quality of sparse attention", [table], data, failures)
+    conclude(console, "long_quality", "Quality of sparse attention", [table], data, failures)
 
 
 if __name__ == "__main__":

@@ -116,10 +116,8 @@ def main(
             min=1.0, help="Sparse attention is tried at so many times a length that dense fails at."
         ),
     ] = 10.2,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "long_sequence",
 ) -> None:
-    """Find a length that dense attention fails at and try sparse attention beyond; write
-    benchmarks/results/long_sequence.{json,md}."""
+    """Find a length that dense attention fails at and try sparse attention beyond; write the result."""
     console = terminal()
     if dtype not in ("bfloat16", "float32"):
         raise typer.BadParameter(f"--dtype: {dtype!r} given, 'bfloat16' or 'float32' wanted")
@@ -150,7 +148,9 @@ def main(
     facts |= {"dense_fails": failed, "sparse_trains": longest}
     facts |= {"trials": [asdict(trial) for trial in (*dense, *flash, *sparse)]}
     failures = [] if facts["met"] else [f"{ratio:.1f} times the tokens of dense attention, bar {BAR:g}"]
-    conclude(console, output, "Long sequences", [table], {"environment": describe(), **facts}, failures)
+    conclude(
+        console, "long_sequence", "Long sequences", [table], {"environment": describe(), **facts}, failures
+    )
 
 
 if __name__ == "__main__":

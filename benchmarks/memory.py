@@ -4,6 +4,7 @@ Run from the repository root: python -m benchmarks.memory [--models 34m,239m] [-
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +14,9 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.matches import MEMORY_MATCHES, Match, select
 from benchmarks.harness.plots import plot_state_bytes
 from benchmarks.harness.ranks import Team, TeamFailure
-from benchmarks.harness.report import RESULTS, Table, conclude, megabytes, terminal
+from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import Shape, shape_named
-from benchmarks.peers import contender_named
+from benchmarks.peers import contender_named, titles_of
 from benchmarks.peers.deepspeed_operators import compile_operators
 
 RATIOS = ("overall_peak", "steps_peak", "steady")
@@ -26,10 +27,10 @@ def measure_resident(key: str, shape: Shape, steps: int) -> dict[str, int]:
     """Resident bytes of one contender's ranks in fresh processes; each figure is the highest of its ranks.
 
     libraries: before the model exists. construction_peak: highest while model, engine and optimizer are made.
-    whole_peak: highest from there to the end. steady: after the last step. steps_peak: highest within the
+    overall_peak: highest from there to the end. steady: after the last step. steps_peak: highest within the
     later steps alone.
     """
-    contender = contender_named(key)
+    contender = contender_named(key, shape.name)
     with Team(contender.title, contender.ranks, contender.threads) as team:
         started = team.start(contender, shape.name)
         team.ask("steps", unmeasured=steps, measured=0)
@@ -73,7 +74,7 @@ def resident_table(readings: dict[str, dict[str, dict[str, int]]]) -> Table:
     for model, by_key in readings.items():
         for key, reading in by_key.items():
             figures = [megabytes(reading[name]) for name in READINGS]
-            table.rows.append([contender_named(key).title, model, *figures])
+            table.rows.append([contender_named(key, model).title, model, *figures])
     return table
 
 
@@ -108,9 +109,9 @@ def peak_table(rows: list[dict[str, Any]]) -> Table:
         ("zero_ext / peer", "model", "whole peak", "peak of later steps", "steady", "both peaks below"),
         [
             [
-                f"{contender_named(row['subject']).title} / {contender_named(row['peer']).title}",
+                titles_of(row["subject"], row["peer"], row["model"]),
                 row["model"],
-                f"{row['whole_peak']:.3f}",
+                f"{row['overall_peak']:.3f}",
                 f"{row['steps_peak']:.3f}",
                 f"{row['steady']:.3f}",
                 "yes" if row["met"] else "no",
@@ -130,9 +131,8 @@ def main(
     steps: Annotated[int, typer.Option(min=2, help="Steps before and after the peak is reset.")] = 4,
     only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3,fsdp2.")] = "",
     account_model: Annotated[str, typer.Option(help="Shape held against the formula; '' for none.")] = "34m",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "memory",
 ) -> None:
-    """Measure resident memory against peers and state bytes against the formula; write results/memory.*."""
+    """Measure resident memory against peers and state bytes against the formula; write the result."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]
@@ -152,7 +152,7 @@ def main(
             failures += refused
     rows = peak_rows(matches, readings)
     tables = [peak_table(rows), resident_table(readings), account_table(accounts)]
-    data = {
+    data: dict[str, Any] = {
         "environment": describe(),
         "peaks": rows,
         "resident": readings,
@@ -160,9 +160,10 @@ def main(
         "account_bars": account_bars(accounts),
         "failures": failures,
     }
-    if accounts:
-        console.print(f"wrote {plot_state_bytes(accounts, RESULTS / f'{output}.png')}")
-    conclude(console, output, "Memory of a rank", tables, data, failures)
+    missed = [f"{row['model']}, {row['subject']} / {row['peer']}: peak" for row in rows if not row["met"]]
+    missed += [f"state of a rank: {name}" for name, met in data["account_bars"].items() if not met]
+    plot = partial(plot_state_bytes, accounts) if accounts else None
+    conclude(console, "memory", "Memory of a rank", tables, data, [*failures, *missed], plot=plot)
 
 
 if __name__ == "__main__":

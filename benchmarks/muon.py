@@ -11,7 +11,7 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.matches import MUON_MATCHES, select
 from benchmarks.harness.report import conclude, terminal
 from benchmarks.harness.shapes import shape_named
-from benchmarks.step import measure, ratios_table, times_table
+from benchmarks.step import measure, missed_bars, ratios_table, times_table
 
 
 def main(
@@ -20,9 +20,8 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 1,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each contender before the first round.")] = 2,
     only: Annotated[str, typer.Option(help="Comma-separated contenders; empty: all.")] = "",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "muon",
 ) -> None:
-    """Time their steps, print the ratios, write benchmarks/results/muon.{json,md}."""
+    """Time their steps, print the ratios, write the result."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]
@@ -32,7 +31,7 @@ def main(
     runs, rows, failures = measure(shapes, matches, rounds, steps, warm_up, console)
     tables = [ratios_table(rows, rounds, steps), times_table(runs)]
     data = {"environment": describe(), "comparisons": rows, "runs": runs, "failures": failures}
-    conclude(console, output, "Steps with Muon", tables, data, failures)
+    conclude(console, "muon", "Steps with Muon", tables, data, [*failures, *missed_bars(rows)])
 
 
 if __name__ == "__main__":

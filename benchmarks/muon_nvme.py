@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ import typer
 from benchmarks.harness.environment import describe
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.shapes import batch_for, shape_named
+from benchmarks.harness.statistics import Ratio, ratio_of_rounds
 from benchmarks.peers.base import nvme_folder
 from benchmarks.peers.zero_ext_engine import ZeroExtTrainer
 from zero_ext.config.buffer_sizes import CHUNK_BUFFERS
@@ -67,20 +69,17 @@ def measure(model: str, rounds: int) -> dict[str, Any]:
             found[name].append(seconds)
     read, written = moved["nvme", "host"], moved["host", "nvme"]
     stored.close()
-    ratios = [
-        nvme / (device + transfers)
-        for device, nvme, transfers in zip(found["device"], found["nvme"], found["transfers"], strict=True)
-    ]
-    return {"model": model, "seconds": found, "ratios": ratios, "read": read, "written": written}
+    bounds = [sum(pair) for pair in zip(found["device"], found["transfers"], strict=True)]
+    ratio = asdict(ratio_of_rounds(found["nvme"], bounds))
+    return {"model": model, "seconds": found, "ratio": ratio, "read": read, "written": written}
 
 
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated shapes: tiny, 34m, 239m.")] = "34m",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each gives one ratio.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the one rank.")] = 2,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "muon_nvme",
 ) -> None:
-    """Time both in turn, print the ratio, write benchmarks/results/muon_nvme.{json,md}."""
+    """Time both in turn, print the ratio, write the result."""
     console = terminal()
     torch.set_num_threads(threads)
     runs = [measure(model, rounds) for model in models.split(",")]
@@ -89,22 +88,20 @@ def main(
         "Transfers: all state read and written once in the chunks of a step, which is what a step moves. "
         f"One rank, {threads} threads, stage 3, bfloat16, Muon for the blocks, AdamW for the rest."
     )
-    columns = "model|on the device ms|transfers alone ms|on NVMe ms|MB moved|ratio|range|bar|met"
+    columns = "model|on the device ms|transfers alone ms|on NVMe ms|MB moved|ratio|95% interval|bar|met"
     table = Table("A step with all optimizer state on NVMe", tuple(columns.split("|")), note=note)
     failures = []
     for run in runs:
         middle = {name: 1e3 * median(seconds) for name, seconds in run["seconds"].items()}
-        ratio = median(run["ratios"])
+        ratio = Ratio(**run["ratio"])
         cells = [f"{middle[name]:.0f}" for name in ("device", "transfers", "nvme")]
-        spread = f"{min(run['ratios']):.2f}–{max(run['ratios']):.2f}"
         moved = f"{(run['read'] + run['written']) / 1e6:,.0f}"
-        table.rows.append(
-            [run["model"], *cells, moved, f"{ratio:.3f}", spread, f"≤ {BAR}", "yes" if ratio <= BAR else "NO"]
-        )
-        if ratio > BAR:
-            failures.append(f"{run['model']}: {ratio:.3f}, at most {BAR} wanted")
+        verdict = [f"{ratio.median:.3f}", ratio.interval(), f"≤ {BAR}", "yes" if ratio.at_most(BAR) else "NO"]
+        table.rows.append([run["model"], *cells, moved, *verdict])
+        if not ratio.at_most(BAR):
+            failures.append(f"{run['model']}: {ratio.text(3)}, at most {BAR} wanted")
     data = {"environment": {**describe(), "NVMe folder": nvme_folder()}, "runs": runs, "failures": failures}
-    conclude(console, output, "Muon with its state on NVMe", [table], data, failures)
+    conclude(console, "muon_nvme", "Muon with its state on NVMe", [table], data, failures)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from benchmarks.harness.prediction import predict
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import LlamaShape, shape_named
 from benchmarks.memory import contenders_of, resident_readings, resident_table
-from benchmarks.peers import contender_named
+from benchmarks.peers import contender_named, titles_of
 from benchmarks.peers.base import nvme_folder
 from benchmarks.peers.deepspeed_operators import compile_operators
-from benchmarks.step import measure, ratios_table, times_table
+from benchmarks.step import measure, missed_bars, ratios_table, times_table
 
 # Subject, peer, highest ratio of their whole peaks that passes.
 PEAK_BARS = (
@@ -27,6 +27,7 @@ PEAK_BARS = (
     ("stage3-host", "deepspeed3-host", None),
 )
 # Whole peak over the formula's, within.
+FORMULA = ("libraries", "state_in_memory", "staging", "activations", "gradient")
 FORMULA_TOLERANCE = {"stage3-stored": 0.10}
 
 
@@ -60,7 +61,7 @@ def peak_table(rows: list[dict[str, Any]]) -> Table:
         bar = row["bar"]
         table.rows.append(
             [
-                f"{contender_named(row['subject']).title} / {contender_named(row['peer']).title}",
+                titles_of(row["subject"], row["peer"], row["model"]),
                 row["model"],
                 megabytes(row["subject_peak"]),
                 megabytes(row["peer_peak"]),
@@ -83,18 +84,32 @@ def formula_rows(readings: dict[str, dict[str, dict[str, int]]]) -> list[dict[st
             found, columns = by_key[key], asdict(predict(shape, key))
             rows.append({"model": model, "contender": key, "libraries": found["libraries"], **columns})
             rows[-1] |= {"measured": found["overall_peak"], "tolerance": tolerance}
+            rows[-1]["off_by"] = found["overall_peak"] / sum(rows[-1][column] for column in FORMULA) - 1
     return rows
+
+
+def missed_peaks(peaks: list[dict[str, Any]], formula: list[dict[str, Any]]) -> list[str]:
+    """The peaks that miss their bar against a peer or against the formula."""
+    found = [
+        f"{row['model']}, {row['subject']} / {row['peer']}: peak {row['ratio']:.3f}, bar {row['bar']}"
+        for row in peaks
+        if row["bar"] is not None and row["ratio"] > row["bar"]
+    ]
+    return found + [
+        f"{row['model']}, {row['contender']}: peak {row['off_by']:+.1%} off the formula"
+        for row in formula
+        if abs(row["off_by"]) > row["tolerance"]
+    ]
 
 
 def formula_table(rows: list[dict[str, Any]]) -> Table:
     """Every part of the formula, and the peak."""
-    columns = ("libraries", "state_in_memory", "staging", "activations", "gradient")
     table = Table(
         "Peak resident memory against the formula, MB a rank",
         (
             "contender",
             "model",
-            *(column.replace("_", " ") for column in columns),
+            *(column.replace("_", " ") for column in FORMULA),
             "sum",
             "measured",
             "off by",
@@ -104,9 +119,8 @@ def formula_table(rows: list[dict[str, Any]]) -> Table:
         " micro-batch as PyTorch alone keeps them; the largest gradient.",
     )
     for row in rows:
-        total = sum(row[column] for column in columns)
-        off = row["measured"] / total - 1
-        cells = [megabytes(row[column]) for column in columns] + [
+        total, off = sum(row[column] for column in FORMULA), row["off_by"]
+        cells = [megabytes(row[column]) for column in FORMULA] + [
             megabytes(total),
             megabytes(row["measured"]),
         ]
@@ -120,9 +134,8 @@ def main(
     rounds: Annotated[int, typer.Option(min=0, help="Rounds of timing; 0 measures memory alone.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 3,
     only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3-nvme.")] = "",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "offload",
 ) -> None:
-    """Measure offload against DeepSpeed's; write benchmarks/results/offload.{json,md}."""
+    """Measure offload against DeepSpeed's; write the result."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]
@@ -152,7 +165,8 @@ def main(
         "runs": runs,
         "failures": failures,
     }
-    conclude(console, output, "Host and NVMe offload", tables, data, failures)
+    missed = [*missed_bars(rows), *missed_peaks(peaks, formula)]
+    conclude(console, "offload", "Host and NVMe offload", tables, data, [*failures, *missed])
 
 
 if __name__ == "__main__":

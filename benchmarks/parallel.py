@@ -186,7 +186,8 @@ def overhead_table(found: dict[str, dict[str, Any]]) -> Table:
         "A step of zero_ext against torch's own parts, two ranks",
         ("contender", "ms a step", "against", "ratio", "at most"),
         note=f"Medians of rounds in turn, in {STARTS} starts of processes that hold one of torch's and those "
-        "against it; ratios are medians of the rounds' ratios, with their range. The same layers, schedule, "
+        "against it; ratios are medians of the rounds' ratios, with their 95% interval. The same layers, "
+        "schedule, "
         "splits and batches. torch: its schedule with its fused AdamW, or parallelize_module with its AdamW "
         "as it comes, as the fused one refuses split tensors beside others. The number is ZeRO's stage; it "
         "has one replica.",
@@ -195,8 +196,7 @@ def overhead_table(found: dict[str, dict[str, Any]]) -> Table:
         row = ["", "", ""]
         if "peer" in each:
             ratio: Ratio = each["ratio"]
-            spread = f"{ratio.median:.3f} ({ratio.lowest:.3f}-{ratio.highest:.3f})"
-            row = [each["peer"], spread, f"{OVERHEAD_BAR}"]
+            row = [each["peer"], ratio.text(3), f"{OVERHEAD_BAR}"]
         table.rows.append([kind, f"{1e3 * statistics.median(each['seconds']):.1f}", *row])
     return table
 
@@ -221,9 +221,8 @@ def main(
     window: Annotated[int, typer.Option(help="Bytes in a sample.")] = 128,
     micro_batches: Annotated[int, typer.Option(help="A step.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Measured after each start.")] = 5,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "parallel",
 ) -> None:
-    """Measure; write benchmarks/results/parallel.{json,md}."""
+    """Measure; write the result."""
     console = terminal()
     shape = Shape(width, blocks, 8, window, micro_batches, samples=1)
     starts = sorted((simulated(shape) for _ in range(STARTS)), key=lambda start: start[0][0].reached)
@@ -237,9 +236,9 @@ def main(
         if each.reached < EFFICIENCY_BAR
     ]
     failures += [
-        f"{kind}: {each['ratio'].median:.3f} times a step of {each['peer']}, at most {OVERHEAD_BAR} wanted"
+        f"{kind}: {each['ratio'].text(3)} times a step of {each['peer']}, at most {OVERHEAD_BAR} wanted"
         for kind, each in costs.items()
-        if "peer" in each and each["ratio"].median > OVERHEAD_BAR
+        if "peer" in each and not each["ratio"].at_most(OVERHEAD_BAR)
     ]
     data: dict[str, Any] = {"environment": describe(), "shape": asdict(shape), "exchange_seconds": exchange}
     data["fullness"] = [asdict(each) for start, _ in starts for each in start]
@@ -250,7 +249,7 @@ def main(
     }
     data["traffic"] = sent
     tables = [fullness_table(simulations, runs, exchange), overhead_table(costs), traffic_table(sent)]
-    conclude(console, output, "Pipelines and split tensors", tables, data, failures)
+    conclude(console, "parallel", "Pipelines and split tensors", tables, data, failures)
 
 
 if __name__ == "__main__":

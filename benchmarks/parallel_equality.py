@@ -123,9 +123,6 @@ def table_of(courses: list[Course], alone: list[Step]) -> Table:
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Steps of a layout; at most 10 on 8 ranks.")] = 20,
     most_ranks: Annotated[int, typer.Option(min=1, help="Layouts of more ranks are left out.")] = 8,
-    output: Annotated[
-        str, typer.Option(help="Name of the files in benchmarks/results.")
-    ] = "parallel_equality",
 ) -> None:
     """Train, compare, print, write."""
     console = terminal()
@@ -146,7 +143,7 @@ def main(
         "one_process": alone,
         "results": [asdict(each) for each in courses],
     }
-    conclude(console, output, "Layouts of ranks", [table_of(courses, alone)], data, broken)
+    conclude(console, "parallel_equality", "Layouts of ranks", [table_of(courses, alone)], data, broken)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ def seconds_of(arguments: tuple[str, ...]) -> float:
 
 def main(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the median counts.")] = 7,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "plan",
 ) -> None:
     """Time a few plans."""
+    console = terminal()
     found = {
         " ".join(arguments): median(seconds_of(arguments) for _ in range(repeats)) for arguments in PLANS
     }
@@ -53,7 +53,7 @@ def main(
         if name.startswith(HELD) and seconds >= SECONDS_BAR
     ]
     data = {"environment": describe(), "seconds": found}
-    conclude(terminal(), output, "Planning", [table], data, missed)
+    conclude(console, "plan", "Planning", [table], data, missed)
 
 
 if __name__ == "__main__":

@@ -82,9 +82,8 @@ def main(
     model: Annotated[str, typer.Option(help="Shape of the model: tiny, 34m, 239m, 7b.")] = "7b",
     ranks: Annotated[int, typer.Option(min=1, help="Size of the fake process group.")] = 1024,
     stages: Annotated[str, typer.Option(help="Comma-separated ZeRO stages.")] = "1,2,3",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "scale",
 ) -> None:
-    """Set up one rank of many, hold its bytes against the formula, write benchmarks/results/scale.*."""
+    """Set up one rank of many, hold its bytes against the formula, write the result."""
     console = terminal()
     try:
         shape = shape_named(model)
@@ -98,7 +97,8 @@ def main(
             except RuntimeError as error:
                 failures.append(str(error))
     data = {"environment": describe(), "results": results, "failures": failures}
-    conclude(console, output, "Scale", [scale_table(results, ranks)], data, failures)
+    missed = [f"stage {each['stage']}" for each in results if not (each["bytes_met"] and each["setup_met"])]
+    conclude(console, "scale", "Scale", [scale_table(results, ranks)], data, [*failures, *missed])
 
 
 if __name__ == "__main__":

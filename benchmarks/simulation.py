@@ -6,13 +6,14 @@ Run from the repository root: python -m benchmarks.simulation
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 import typer
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.plots import plot_scaling
-from benchmarks.harness.report import RESULTS, Table, conclude, terminal
+from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.this_machine import Row, ThisMachine
 from zero_ext.plan.simulation import (
     MACHINES,
@@ -124,10 +125,8 @@ def summary(one: Simulation) -> dict[str, Any]:
     }
 
 
-def main(
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "simulation",
-) -> None:
-    """Simulate, print beside what is known, write benchmarks/results/simulation.{json,md,png}."""
+def main() -> None:
+    """Simulate, print beside what is known, write the result."""
     console = terminal()
     published, machine = compare_published(), ThisMachine()
     own = machine.rows()
@@ -149,13 +148,13 @@ def main(
         "scaling": [summary(one) for one in scaled],
         "simulation_seconds": seconds,
     }
-    console.print(f"wrote {plot_scaling(scaled, f'{model} on {name}', RESULTS / f'{output}.png')}")
     slow = [
         f"{model}: simulated in {elapsed:.2f} s, bar {SECONDS_BAR:g} s"
         for model, elapsed in seconds.items()
         if elapsed >= SECONDS_BAR
     ]
-    conclude(console, output, "Simulated steps", tables, data, slow)
+    plot = partial(plot_scaling, scaled, f"{model} on {name}")
+    conclude(console, "simulation", "Simulated steps", tables, data, slow, plot=plot)
 
 
 if __name__ == "__main__":

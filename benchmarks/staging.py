@@ -68,13 +68,12 @@ def staging_table(rows: list[dict[str, Any]]) -> Table:
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated shapes.")] = "34m,239m,bloom-560m,7b",
     ranks: Annotated[str, typer.Option(help="Comma-separated numbers of ranks.")] = "1,2",
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "staging",
 ) -> None:
-    """Plan the staging of models; write results/staging.*."""
+    """Plan the staging of models; write the result."""
     console = terminal()
     rows = staging_rows(models.split(","), [int(number) for number in ranks.split(",")])
     data = {"environment": describe(), "rows": rows}
-    conclude(console, output, "Staging", [staging_table(rows)], data)
+    conclude(console, "staging", "Staging", [staging_table(rows)], data)
 
 
 if __name__ == "__main__":

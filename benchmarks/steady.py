@@ -91,9 +91,8 @@ def main(
     model: Annotated[str, typer.Option(help="A shape: 34m, llama-WIDTHxDEPTH.")] = "llama-128x4",
     steps: Annotated[int, typer.Option(min=10, help="Steps of each contender.")] = 1000,
     only: Annotated[str, typer.Option(help="Comma-separated contenders.")] = CONTENDERS,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "steady",
 ) -> None:
-    """Measure that a step allocates nothing; write results/steady.*."""
+    """Measure that a step allocates nothing; write the result."""
     console, rows, failures = terminal(), [], []
     os.environ.update(KEEP_FREED)  # for the ranks
     with console.status("starting") as status:
@@ -107,7 +106,7 @@ def main(
     data = {"environment": describe(), "rows": rows, "failures": failures}
     if not all(row["met"] for row in rows):
         failures.append("a bar is missed")
-    conclude(console, output, "A steady state", [table], data, failures)
+    conclude(console, "steady", "A steady state", [table], data, failures)
 
 
 if __name__ == "__main__":

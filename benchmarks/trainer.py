@@ -11,7 +11,7 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.matches import TRAINER_MATCHES
 from benchmarks.harness.report import conclude, terminal
 from benchmarks.harness.shapes import shape_named
-from benchmarks.step import measure, ratios_table, times_table
+from benchmarks.step import measure, missed_bars, ratios_table, times_table
 
 
 def main(
@@ -19,9 +19,8 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each gives one ratio.")] = 9,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 8,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each contender before the first round.")] = 4,
-    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "trainer",
 ) -> None:
-    """Time their steps, print the ratios, write benchmarks/results/trainer.{json,md}."""
+    """Time their steps, print the ratios, write the result."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]
@@ -30,7 +29,14 @@ def main(
     runs, rows, failures = measure(shapes, list(TRAINER_MATCHES), rounds, steps, warm_up, console)
     tables = [ratios_table(rows, rounds, steps), times_table(runs)]
     data = {"environment": describe(), "comparisons": rows, "runs": runs, "failures": failures}
-    conclude(console, output, "Trainer and Accelerate against the engine's own loop", tables, data, failures)
+    conclude(
+        console,
+        "trainer",
+        "Trainer and Accelerate against the engine's own loop",
+        tables,
+        data,
+        [*failures, *missed_bars(rows)],
+    )
 
 
 if __name__ == "__main__":

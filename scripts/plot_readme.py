@@ -59,16 +59,26 @@ def memory_figures() -> list[tuple[str, str, float]]:
     found = []
     for stage, own, peers in _MEMORY:
         for title, key in [("zero_ext", own), *peers]:
-            found.append((stage, title, round(peaks[key]["whole_peak"] / 1e9, 2)))
+            peak = peaks[key].get("overall_peak") or peaks[key]["whole_peak"]  # its name in older results
+            found.append((stage, title, round(peak / 1e9, 2)))
     return found
 
 
+def step_comparisons() -> list[dict[str, Any]]:
+    """The comparisons of step times that the plot is of."""
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"step-{_MODEL}.json").read_text())["comparisons"]
+    return found
+
+
+def _ends(ratio: dict[str, Any]) -> tuple[str, str]:
+    return ("low", "high") if "low" in ratio else ("lowest", "highest")
+
+
 def speed_figures() -> list[tuple[str, float, float, float]]:
-    """Pair, and the median, lowest and highest ratio of step times over the rounds."""
-    comparisons = json.loads((RESULTS / f"step-{_MODEL}.json").read_text())["comparisons"]
-    ratios = {(each["subject"], each["peer"]): each["ratio"] for each in comparisons}
+    """Pair, and the median ratio of step times with its interval, or its range where none was recorded."""
+    ratios = {(each["subject"], each["peer"]): each["ratio"] for each in step_comparisons()}
     return [
-        (title, *(round(ratios[own, peer][name], 2) for name in ("median", "lowest", "highest")))
+        (title, *(round(ratios[own, peer][name], 2) for name in ("median", *_ends(ratios[own, peer]))))
         for title, own, peer in _SPEED
     ]
 
@@ -97,10 +107,10 @@ def _draw_memory(axes: Axes, theme: Theme) -> None:
 
 
 def _draw_speed(axes: Axes, theme: Theme) -> None:
-    for position, (_, median, lowest, highest) in enumerate(speed_figures()):
+    for position, (_, median, low, high) in enumerate(speed_figures()):
         axes.barh(position, median, 0.62, color=theme.params)
-        axes.plot([lowest, highest], [position, position], color=theme.ink, linewidth=1.4)
-        axes.text(max(highest, median) + 0.02, position, f"{median:.2f}", va="center", color=theme.ink)
+        axes.plot([low, high], [position, position], color=theme.ink, linewidth=1.4)
+        axes.text(max(high, median) + 0.02, position, f"{median:.2f}", va="center", color=theme.ink)
     axes.axvline(1, color=theme.ink, linewidth=1, linestyle="--")
     axes.text(0.99, -0.75, "as slow as the peer", ha="right", va="center", color=theme.ink)
     axes.set_yticks(range(len(_SPEED)), [title for title, _, _ in _SPEED])

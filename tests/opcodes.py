@@ -8,12 +8,17 @@ from types import FrameType
 from typing import Any
 
 
-def count_opcodes(function: Callable[[], object]) -> int:
-    """Opcodes that ``function`` executes in this thread, in all that it calls; C code counts one a call."""
+def count_opcodes(function: Callable[[], object], folder: str = "") -> int:
+    """Opcodes that ``function`` executes in this thread, in all that it calls; C code counts one a call.
+
+    With a ``folder`` only those of code in files under it.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
         frame.f_trace_opcodes = True
         count += event == "opcode"
         return trace

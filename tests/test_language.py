@@ -48,14 +48,15 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("README.md", "picture>"): "an element of HTML",
 }
 
-# Releases are described in the words that their users had.
+# Releases are described in the words that their users had, results in those of the day of their measurement.
+RECORDS = ROOT / "docs" / "reference" / "benchmarks.md"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "benchmarks" / "README.md",
     ROOT / "examples" / "README.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted({*(ROOT / "docs").rglob("*.md")} - {RECORDS}),
     *sorted((ROOT / "zero_ext").rglob("*.md")),
     *sorted((ROOT / "csrc").rglob("*.md")),
 ]

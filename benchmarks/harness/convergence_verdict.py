@@ -15,7 +15,8 @@ class Verdict:
     """A mode over its seeds: mean held-out loss at the end, its ratio to the uncompressed one's, and the bar.
 
     `ratio` and `bar` are None for what is uncompressed itself, and where that has not run over the same
-    seeds. Where it has run with several learning rates, the best of these counts. The bar is 1 plus the
+    seeds. Where either has run with several learning rates, the best of these counts, and the others have no
+    bar. The bar is 1 plus the
     mode's tolerance, or plus the spread of the uncompressed way's seeds if that is more.
     """
 
@@ -43,13 +44,19 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
 def _verdict(name: str, own: dict[int, float], ends: dict[str, dict[int, float]]) -> Verdict:
     mode = mode_named(name)
     mean = _mean(own)
-    rates = [found for other, found in ends.items() if other.partition("@")[0] == mode.against]
-    base = min((found for found in rates if found.keys() == own.keys()), key=_mean, default={})
+    base = _best_rate(str(mode.against), own, ends)
     ratio = bar = None
     if base:
         ratio = mean / _mean(base)
-        bar = 1 + max(mode.tolerance, _spread(base))
+        if own is _best_rate(name.partition("@")[0], own, ends):
+            bar = 1 + max(mode.tolerance, _spread(base))
     return Verdict(name, tuple(sorted(own)), mean, _spread(own), ratio, bar)
+
+
+def _best_rate(name: str, own: dict[int, float], ends: dict[str, dict[int, float]]) -> dict[int, float]:
+    """The seeds' losses of a way with the learning rate that ends lowest, over the seeds of ``own``."""
+    rates = [found for other, found in ends.items() if other.partition("@")[0] == name]
+    return min((found for found in rates if found.keys() == own.keys()), key=_mean, default={})
 
 
 def _mean(ends: dict[int, float]) -> float:

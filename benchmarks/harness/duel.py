@@ -1,6 +1,6 @@
 """Contenders run in turn, all resident, only one awake: the measurement itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from benchmarks.harness.environment import available_bytes
 from benchmarks.harness.matches import order_of_round
 from benchmarks.harness.ranks import Team
 from benchmarks.harness.statistics import mean_over_ranks
-from benchmarks.peers import contender_named
+from benchmarks.peers import Contender, contender_named
 
 SPARE_BYTES = 2**30
 
@@ -31,8 +31,7 @@ def _train(team: Team, record: Record, unmeasured: int, measured: int) -> None:
         record.seconds.append(max(answer["seconds"] for answer in answers) / measured)
 
 
-def _start(key: str, shape: str, warm_up: int, stack: ExitStack, record: Record) -> Team:
-    contender = contender_named(key)
+def _start(contender: Contender, shape: str, warm_up: int, stack: ExitStack, record: Record) -> Team:
     team = stack.enter_context(Team(contender.title, contender.ranks, contender.threads))
     team.start(contender, shape)
     _train(team, record, unmeasured=warm_up, measured=0)
@@ -51,8 +50,9 @@ def run_in_turn(
     steps: int,
     warm_up: int,
     progress: Callable[[str], None],
+    contenders: Mapping[str, Contender] | None = None,
 ) -> dict[str, Record]:
-    """Time `keys` against each other on one shape.
+    """Time `keys` against each other on one shape; `contenders` by key, if not those of that name.
 
     All teams are started and warmed up first. In each round every team in turn makes one unmeasured step,
     which brings its data back into the caches, and `steps` measured ones, while the other teams' ranks sleep
@@ -63,7 +63,8 @@ def run_in_turn(
         teams: dict[str, Team] = {}
         for key in keys:
             progress(f"{shape}: starting {key}")
-            teams[key] = _start(key, shape, warm_up, stack, records[key])
+            contender = contenders[key] if contenders else contender_named(key, shape)
+            teams[key] = _start(contender, shape, warm_up, stack, records[key])
         for round_number in range(rounds):
             for key in order_of_round(keys, round_number):
                 progress(f"{shape}: round {round_number + 1}/{rounds}, {key}")

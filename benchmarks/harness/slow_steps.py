@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.ranks import Team
+from benchmarks.harness.statistics import Ratio, ratio_of_rounds
 from benchmarks.harness.token_bucket import AnyNetwork, ModeledNetwork
 from examples.demo.corpus import gather_corpus
 
@@ -59,8 +60,9 @@ class Duel:
         return statistics.median(self.plain.limited) / free - 1
 
     @property
-    def speedup(self) -> float:
-        return statistics.median(self.plain.limited) / statistics.median(self.compressed.limited)
+    def speedup(self) -> Ratio:
+        """Time of the uncompressed step over the compressed one's."""
+        return ratio_of_rounds(self.plain.limited, self.compressed.limited)
 
     def failures(self) -> list[str]:
         """What is wrong with it, in words."""
@@ -70,8 +72,8 @@ class Duel:
                 f"{names}: uncompressed communication takes {self.communication:.1f} times compute, "
                 f"{COMMUNICATION_BAR:g} wanted: raise --times"
             )
-        if self.speedup < self.bar:
-            found.append(f"{names}: {self.speedup:.2f} times faster, {self.bar:g} wanted")
+        if not self.speedup.at_least(self.bar):
+            found.append(f"{names}: {self.speedup.text()} times faster, {self.bar:g} wanted")
         return found
 
 

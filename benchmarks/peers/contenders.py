@@ -1,10 +1,12 @@
 """The list of contenders: a key, what it is, how many ranks and threads it gets."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any
 
 from benchmarks.peers.base import Trainer
+from benchmarks.peers.tuned_settings import PACKAGES, Settings, settings_of
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Contender:
     key: str
     title: str
     family: str
-    options: dict[str, int | bool | str]
+    options: dict[str, Any]
     ranks: int
     threads: int
     bytes_per_parameter: float
@@ -174,11 +176,31 @@ CONTENDERS = {
 }
 
 
-def contender_named(key: str) -> Contender:
-    """The contender with this key; ValueError listing the known keys otherwise."""
+def contender_named(key: str, model: str | None = None) -> Contender:
+    """The contender with this key, a peer with the settings that a sweep found best for the model.
+
+    A peer without them, as without a model, has its defaults, and its title says so. ValueError listing the
+    known keys for any other key.
+    """
     if key not in CONTENDERS:
         raise ValueError(f"unknown contender {key!r}; known: {', '.join(CONTENDERS)}")
-    return CONTENDERS[key]
+    contender = CONTENDERS[key]
+    if contender.family not in PACKAGES:
+        return contender
+    settings = settings_of(key, contender.family, model)
+    if settings is None:
+        return replace(contender, title=f"{contender.title} (defaults)")
+    return with_settings(contender, settings)
+
+
+def with_settings(contender: Contender, settings: Settings) -> Contender:
+    """The same peer with settings other than its defaults, by the names of `benchmarks.peers.knobs`."""
+    return replace(contender, options={**contender.options, "settings": settings})
+
+
+def titles_of(subject: str, peer: str, model: str) -> str:
+    """Both sides of a comparison on a model, for the first column of a table."""
+    return " / ".join(contender_named(key, model).title for key in (subject, peer))
 
 
 # A peer's library is imported only in the ranks that run that peer.

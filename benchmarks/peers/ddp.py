@@ -1,5 +1,8 @@
 """torch's DistributedDataParallel over bfloat16 parameters, with float32 masters on every rank."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -9,10 +12,14 @@ from benchmarks.peers.masters import MasterWeightAdamW
 
 
 class DDPTrainer:
-    """Gradients live in DDP's buckets (`gradient_as_bucket_view`), its fastest and leanest setting."""
+    """Gradients live in DDP's buckets (`gradient_as_bucket_view`), if ``settings`` do not differ.
 
-    def __init__(self, shape: Shape) -> None:
-        self.model = DistributedDataParallel(build_model(shape), gradient_as_bucket_view=True)
+    ``settings`` are further arguments of DistributedDataParallel.
+    """
+
+    def __init__(self, shape: Shape, settings: Mapping[str, Any] | None = None) -> None:
+        arguments = {"gradient_as_bucket_view": True, **(settings or {})}
+        self.model = DistributedDataParallel(build_model(shape), **arguments)
         self.optimizer = MasterWeightAdamW(list(self.model.parameters()))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:

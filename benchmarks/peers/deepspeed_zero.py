@@ -2,6 +2,8 @@
 
 import gc
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import deepspeed
 import torch
@@ -21,6 +23,7 @@ from benchmarks.peers.base import (
     muon_serves,
     nvme_folder,
 )
+from benchmarks.peers.tuned_settings import set_by_path
 
 NEVER = 1_000_000_000
 DEFAULT_BUFFER = 100_000_000
@@ -51,10 +54,16 @@ def optimizer_section(rule: str) -> dict:
 
 
 def configuration(
-    stage: int, optimizer: str = "device", params: str = "device", largest: int = 0, rule: str = "adamw"
+    stage: int,
+    optimizer: str = "device",
+    params: str = "device",
+    largest: int = 0,
+    rule: str = "adamw",
+    settings: Mapping[str, Any] | None = None,
 ) -> dict:
-    """The JSON a DeepSpeed user would write; everything unsaid keeps DeepSpeed's default."""
-    return {
+    """The JSON a DeepSpeed user would write; everything unsaid keeps DeepSpeed's default. ``settings`` are
+    values by the path of their key, "zero_optimization.overlap_comm"."""
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP_NORM,
@@ -63,13 +72,21 @@ def configuration(
         "zero_optimization": zero_section(stage, optimizer, params, largest),
         "optimizer": optimizer_section(rule),
     }
+    set_by_path(config, settings or {})
+    return config
 
 
 class DeepSpeedTrainer:
     """`deepspeed.initialize`, then its loop: engine(batch), engine.backward, engine.step."""
 
     def __init__(
-        self, shape: Shape, stage: int, optimizer: str = "device", params: str = "device", rule: str = "adamw"
+        self,
+        shape: Shape,
+        stage: int,
+        optimizer: str = "device",
+        params: str = "device",
+        rule: str = "adamw",
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         model = build_model(shape)
         if rule == "muon":
@@ -82,7 +99,7 @@ class DeepSpeedTrainer:
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         deepspeed.init_distributed(dist_backend="gloo")
-        config = configuration(stage, optimizer, params, largest, rule)
+        config = configuration(stage, optimizer, params, largest, rule, settings)
         self.engine, *_ = deepspeed.initialize(model=model, config=config)
         # The engine casts float buffers to bfloat16; the rotary ones go back to what the others compute with.
         for name, buffer in model.named_buffers():

@@ -107,5 +107,5 @@ def test_a_missed_bar_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "measure", measured)
     monkeypatch.setattr("benchmarks.harness.report.write_results", write)
     with pytest.raises(typer.Exit) as ended:
-        activation.main("tiny", 64, 1, 1, "some")
-    assert ended.value.exit_code == 1 and written == ["some"]
+        activation.main("tiny", 64, 1, 1)
+    assert ended.value.exit_code == 1 and written == ["activation"]

@@ -8,7 +8,14 @@ import pytest
 from benchmarks.harness.formula import relative_excess, state_bytes
 from benchmarks.harness.process_memory import live_tensor_bytes, status_bytes
 from benchmarks.harness.shapes import SHAPES, batch_for, build_model
-from benchmarks.harness.statistics import agree, largest_difference, mean_over_ranks, ratio_of_rounds, within
+from benchmarks.harness.statistics import (
+    Ratio,
+    agree,
+    largest_difference,
+    mean_over_ranks,
+    ratio_of_rounds,
+    within,
+)
 
 
 def test_ratio_is_computed_within_rounds() -> None:
@@ -19,13 +26,42 @@ def test_ratio_is_computed_within_rounds() -> None:
     subject = [0.7 * seconds for seconds in peer]
     ratio = ratio_of_rounds(subject, peer)
     assert ratio.median == pytest.approx(0.7)
-    assert ratio.highest - ratio.lowest < 1e-9
+    assert ratio.high - ratio.low < 1e-9
     assert ratio.rounds == 9
 
 
 def test_one_slow_round_does_not_move_the_median() -> None:
-    ratio = ratio_of_rounds([1.0, 1.0, 9.0, 1.0, 1.0], [2.0] * 5)
-    assert (ratio.median, ratio.lowest, ratio.highest) == (0.5, 0.5, 4.5)
+    ratio = ratio_of_rounds([1.0, 1.0, 9.0, *[1.0] * 6], [2.0] * 9)
+    assert (ratio.median, ratio.low, ratio.high, ratio.rounds) == (0.5, 0.5, 0.5, 9)
+
+
+@pytest.mark.parametrize("count", [3, 5, 7, 9, 21])  # of others a tail is close to 2.5%
+def test_the_interval_is_that_of_the_exact_bootstrap(count: int) -> None:
+    """The median of n resampled values is at most the k-th smallest if more than half of them are, which is a
+    tail of the binomial distribution with p = k / n."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    values = sorted(draw.uniform(0.5, 1.5) for _ in range(count))
+    draw.shuffle(shuffled := list(values))
+    middle = count // 2 + 1
+
+    def at_most(rank: int) -> float:
+        chosen = range(middle, count + 1)
+        share = rank / count
+        return sum(math.comb(count, k) * share**k * (1 - share) ** (count - k) for k in chosen)
+
+    low = next(rank for rank in range(1, count + 1) if at_most(rank) >= 0.025)
+    found = ratio_of_rounds(shuffled, [1.0] * count)
+    assert (found.low, found.high) == pytest.approx((values[low - 1], values[count - low]))
+    assert found == ratio_of_rounds(shuffled, [1.0] * count)
+    assert not found.at_most(found.median) and found.at_most(found.high)
+    assert not found.at_least(found.median) and found.at_least(found.low)
+
+
+def test_an_interval_as_text() -> None:
+    assert Ratio(0.5, 0.25, 1.0, 9).text() == "0.50 (0.25–1.00)"
+    assert Ratio(2.0, 1.0, 3.0, 9).text(1, "x") == "2.0x (1.0–3.0)"
 
 
 @pytest.mark.parametrize(("subject", "peer"), [([1.0], [1.0, 2.0]), ([], []), ([1.0], [0.0])])

@@ -31,7 +31,7 @@ def test_the_capped_model_is_as_large_as_asked_and_hardly_larger() -> None:
 
 def test_the_bound_is_the_slower_of_computing_and_reading_in_each_round() -> None:
     run = Run(tiny(), None, forward=[2.0, 4.5], compute=[1.0, 3.0], read=[2.0, 1.0])
-    assert run.bound == [2.0, 3.0] and run.ratio().highest == 1.5
+    assert run.bound == [2.0, 3.0] and run.ratio().high == 1.5
     assert run.ratio().median > BAR and not run.met()
     run.forward = [2.0, 3.0]
     assert run.met()

@@ -200,11 +200,10 @@ def test_simulation(concluded: Concluded, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(simulation, "SCALED", ("gpt-1.2b", "dgx-a100", 1))
     monkeypatch.setattr(simulation, "WORLD_SIZES", (8, 16))
     monkeypatch.setattr(simulation, "SECONDS_BAR", 0.0)
-    monkeypatch.setattr(simulation, "RESULTS", tmp_path)
     data, ended = concluded(simulation.main)
     assert ended == 1
     assert [one["training"]["world_size"] for one in data["scaling"]] == [8, 16]
-    assert (tmp_path / "some.png").stat().st_size > 1000
+    assert (tmp_path / "results" / "simulation.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(("repeated", "status"), [(True, 0), (False, 1)])
@@ -226,4 +225,4 @@ def test_tune(repeated: bool, status: int, concluded: Concluded, monkeypatch: py
     monkeypatch.setattr(tune, "search", misled)
     data, ended = concluded(tune.main, 2, 1, 2)
     assert ended == status and data["points"] == 24 and data["trials"] < 24 + 3 * 2
-    assert data["share_of_best"] == (1.0 if repeated else 1 / 16)
+    assert data["share_of_best"]["median"] == (1.0 if repeated else 1 / 16)

@@ -11,7 +11,12 @@ from tests.docs.run_page import ROOT
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 # Written by programs, which copy texts of the library.
-GENERATED = {"contributing/cuda_kernels.md", "reference/configuration.md", "reference/deepspeed_api.md"}
+GENERATED = {
+    "contributing/cuda_kernels.md",
+    "reference/benchmarks.md",
+    "reference/configuration.md",
+    "reference/deepspeed_api.md",
+}
 # In the prose of all pages together.
 SEMICOLONS = 10
 

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.plot_readme import FOLDER, PLOTS, THEMES, memory_figures, shown_in, speed_figures
+from scripts.plot_readme import (
+    FOLDER,
+    PLOTS,
+    THEMES,
+    memory_figures,
+    shown_in,
+    speed_figures,
+    step_comparisons,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +33,12 @@ def test_the_first_page_is_short_and_begins_with_a_plot() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     assert any("<picture>" in line for line in lines[:12])
+
+
+def test_the_first_page_names_what_the_lines_of_a_plot_are() -> None:
+    (step,) = {frozenset(each["ratio"]) for each in step_comparisons()}
+    shown = "lines are 95% intervals" if "low" in step else "lines are ranges"
+    assert shown in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_the_tables_of_figures_are_those_of_the_plots() -> None:

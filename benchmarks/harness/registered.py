@@ -1,0 +1,60 @@
+"""A run of the protocol: a benchmark's script, its exact arguments, and the result that it records."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED_SOURCES = ("zero_ext", "csrc", "examples/demo", "benchmarks/harness", "benchmarks/peers")
+_SCRIPT = re.compile(r'from benchmarks\.(\w+) import|"(\w+)\.py"')
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of `benchmarks/runs.py`; `name` is that of its files in `benchmarks/results`.
+
+    Rounds, steps and sizes are the defaults of the script, so `arguments` select rows. `minutes` is what it
+    takes on two cores, `quick` makes it one of `make bench-quick`.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    minutes: float = 1.0
+    quick: bool = False
+
+    @property
+    def script(self) -> Path:
+        return ROOT / "benchmarks" / f"{self.module}.py"
+
+    @property
+    def command(self) -> str:
+        """What a shell runs, as results record it."""
+        return f"python -m benchmarks.{self.module} {shlex.join(self.arguments)}".strip()
+
+    @property
+    def process(self) -> list[str]:
+        """The same for `subprocess`, with this interpreter."""
+        return [sys.executable, "-m", f"benchmarks.{self.module}", *self.arguments]
+
+    def sources(self) -> list[str]:
+        """Files and folders under ROOT whose changes make the result outdated: the package, what all
+        benchmarks share, the script and other scripts that it imports or starts."""
+        found = [self.module]
+        for module in found:
+            text = (self.script.parent / f"{module}.py").read_text()
+            names = {imported or started for imported, started in _SCRIPT.findall(text)}
+            present = {name for name in names if (self.script.parent / f"{name}.py").exists()}
+            found += sorted(present - set(found))
+        return [*SHARED_SOURCES, *(f"benchmarks/{module}.py" for module in found)]
+
+
+def run_of_command(runs: Sequence[Run], argv: Sequence[str]) -> Run | None:
+    """The registered run with exactly this script and these arguments; None for any other command."""
+    script, arguments = Path(argv[0]).resolve(), tuple(argv[1:])
+    return next((run for run in runs if (run.script, run.arguments) == (script, arguments)), None)

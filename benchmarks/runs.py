@@ -1,0 +1,68 @@
+"""The runs of the protocol, in the order of `make bench`: the only commands that are recorded in results."""
+
+from benchmarks.harness.registered import Run
+
+_DIRECT_AND_GLOO = (
+    "stage1,stage2,stage3,stage1-gloo,stage2-gloo,stage3-gloo,fsdp2,deepspeed1,deepspeed2,deepspeed3"
+)
+_LLAMA_MODES = "adam,onebit_adam,zero_one_adam,zeropp"
+_BYTES_MODES = f"{_LLAMA_MODES},zero_one_adam_16"
+_MUON_MODES = "adam,adam@2,adam@4,muon,muon@2,muon@4"  # AdamW and Muon at the best of their rates
+_TO_THE_END = ("--minutes", "1200")
+
+RUNS = (
+    Run("adam", "adam", minutes=1, quick=True),
+    Run("lamb", "lamb", minutes=0.5, quick=True),
+    Run("compression", "compression", ("--threads", "1"), minutes=1, quick=True),
+    Run("overlap", "overlap", minutes=0.5, quick=True),
+    Run("host_time", "host_time", minutes=0.5, quick=True),
+    Run("plan", "plan", minutes=0.5, quick=True),
+    Run("staging", "staging", minutes=1, quick=True),
+    Run("scale", "scale", minutes=1, quick=True),
+    Run("layouts", "layouts", minutes=1, quick=True),
+    Run("muon_nvme", "muon_nvme", minutes=1, quick=True),
+    Run("checkpoint", "checkpoint", minutes=2, quick=True),
+    Run("step-34m", "step", ("--models", "34m"), minutes=11),
+    Run("step-34m-gloo", "step", ("--models", "34m", "--only", _DIRECT_AND_GLOO), minutes=5),
+    Run("trainer", "trainer", minutes=6),
+    Run("muon", "muon", ("--models", "34m"), minutes=6),
+    Run("monitor", "monitor", minutes=5),
+    Run("steady", "steady", minutes=3),
+    Run("load", "load", minutes=3),
+    Run("compressed", "compressed", ("--what", "8m-bytes"), minutes=6),
+    Run("long_context", "long_context", minutes=5),
+    Run("aio", "aio", minutes=5),
+    Run("activation", "activation", minutes=11),
+    Run("layer_major", "layer_major", minutes=12),
+    Run("attention", "attention", minutes=13),
+    Run("inference", "inference", minutes=16),
+    Run("bloom", "bloom", minutes=10),
+    Run("capped", "capped", ("--only", "model"), minutes=10),
+    Run("capped_length", "capped", ("--only", "length"), minutes=10),
+    Run("capped_context", "capped", ("--only", "context"), minutes=15),
+    Run("huge", "huge", minutes=10),
+    Run("offload", "offload", ("--models", "239m"), minutes=25),
+    Run("memory", "memory", minutes=20),
+    Run("tune", "tune", minutes=20),
+    Run("parallel", "parallel", minutes=25),
+    Run("parallel_equality", "parallel_equality", minutes=30),
+    Run("muon-239m", "muon", ("--models", "239m"), minutes=45),
+    Run("step-239m", "step", ("--models", "239m"), minutes=60),
+    Run("long_sequence", "long_sequence", minutes=110),
+    Run("long_quality", "long_quality", minutes=120),
+    Run("convergence/8m-bytes", "convergence", ("--modes", _BYTES_MODES, *_TO_THE_END), minutes=200),
+    Run(
+        "convergence/34m",
+        "convergence",
+        ("--what", "34m", "--modes", _LLAMA_MODES, "--seeds", "1", *_TO_THE_END),
+        minutes=90,
+    ),
+    Run(
+        "convergence/muon",
+        "convergence",
+        ("--modes", _MUON_MODES, "--seeds", "1", "--steps", "1500", *_TO_THE_END),
+        minutes=50,
+    ),
+    # It reads other results, so it is last.
+    Run("simulation", "simulation", minutes=1),
+)

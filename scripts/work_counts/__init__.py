@@ -1,0 +1,1 @@
+"""Counts of the work on hot paths, compared with a committed baseline."""
