@@ -101,6 +101,37 @@ def test_values_and_gradients_are_torchs(options: dict[str, Any], dtype: str) ->
         torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * size)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options", [{}, CASES["all_terms"], CASES["none"]], ids=["plain", "all_terms", "none"]
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_products_of_low_rank_are_added_to_logits(options: dict[str, Any], dtype: str, frozen: bool) -> None:
+    """As one head with the factors alongside its weight. A frozen weight gets no gradient."""
+    kind: torch.dtype = getattr(torch, dtype)
+    tensors, labels = inputs_of(kind)
+    pairs = [(torch.randn(BATCH, LENGTH, rank), torch.randn(WORDS, rank)) for rank in (2, 3)]
+    factors = [each.to(kind).requires_grad_() for pair in pairs for each in pair]
+    exact = [each.detach().double().requires_grad_() for each in (*tensors, *factors)]
+    tensors[1].requires_grad_(not frozen)
+    found = linear_cross_entropy(
+        *tensors[:2],
+        labels,
+        tensors[2],
+        low_rank=[(factors[0], factors[1]), (factors[2], factors[3])],
+        **{"chunk_tokens": 7, **options},
+    )
+    hidden, weight = torch.cat(exact[::2][:1] + exact[3::2], -1), torch.cat(exact[1:2] + exact[4::2], -1)
+    wanted = reference(hidden, weight, labels, exact[2], **options)
+    tolerance = 1e-12 if kind == torch.float64 else 60 * torch.finfo(kind).eps
+    torch.testing.assert_close(found.detach().double(), wanted.detach(), rtol=tolerance, atol=tolerance)
+    chosen = [number for number in range(7) if number != 1 or not frozen]
+    leaves = [[(*tensors, *factors)[number] for number in chosen], [exact[number] for number in chosen]]
+    for one, other in zip(gradients(found, leaves[0]), gradients(wanted, leaves[1]), strict=True):
+        assert one.dtype == kind
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * float(other.abs().max()))
+
+
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_only_the_gradients_that_are_needed(needed: tuple[int, ...]) -> None:
     tensors, labels = inputs_of(torch.float64)
@@ -150,12 +181,14 @@ def test_fp16_sums_over_many_tokens_do_not_overflow() -> None:
     torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.001)
 
 
-def test_the_weights_gradient_is_summed_in_float32() -> None:
+@pytest.mark.parametrize("narrow", [True, False], ids=["bfloat16 products", "float32 products"])
+def test_the_weights_gradient_is_summed_in_float32(narrow: bool) -> None:
     """Over 512 chunks of equal tokens. A sum in bfloat16 stops growing at 256 times a chunk's."""
     hidden = torch.ones(512, WIDTH, dtype=torch.bfloat16)
     weight = torch.zeros(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.zeros(512, dtype=torch.int64)
-    loss = linear_cross_entropy(hidden, weight, labels, reduction="sum", chunk_tokens=1)
+    with mock.patch.object(chunked_cross_entropy, "_has_narrow_products", lambda _: narrow):
+        loss = linear_cross_entropy(hidden, weight, labels, reduction="sum", chunk_tokens=1)
     (found,) = torch.autograd.grad(loss, weight)
     assert torch.equal(found[0], torch.full((WIDTH,), -0.75 * 512, dtype=torch.bfloat16))
 
@@ -216,6 +249,16 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "smoothing": ((WIDE, HEAD, SHORT), {"label_smoothing": 1.5}, "label_smoothing: expected 0 to 1, got 1.5"),
     "z_loss": ((WIDE, HEAD, SHORT), {"z_loss": -1.0}, "z_loss: expected a finite factor"),
     "softcap": ((WIDE, HEAD, SHORT), {"softcap": 0.0}, "softcap: expected a finite number above 0"),
+    "low_rank": (
+        (WIDE, HEAD, SHORT),
+        {"low_rank": [(WIDE[..., :2], HEAD)]},
+        r"low_rank: expected pairs .* such as \(2, 3, 2\) and \(5, 2\), got \(2, 3, 2\) and \(5, 8\)",
+    ),
+    "low_rank_dtype": (
+        (WIDE, HEAD, SHORT),
+        {"low_rank": [(WIDE.double(), HEAD)]},
+        "hidden: expected one float dtype of hidden, weight, bias and low_rank",
+    ),
 }
 
 
@@ -392,6 +435,8 @@ def test_splits_that_it_refuses(world: World) -> None:
         linear_cross_entropy(WIDE, replicated, SHORT)
     with pytest.raises(ValueError, match="bias: expected a DTensor split along its first dimension"):
         linear_cross_entropy(WIDE, split, SHORT, torch.zeros(5))
+    with pytest.raises(ValueError, match="low_rank: expected none with a weight that is split over ranks"):
+        linear_cross_entropy(WIDE, split, SHORT, low_rank=[(WIDE, HEAD)])
     with pytest.raises(ValueError, match="hidden: expected all tokens on all ranks"):
         linear_cross_entropy(distribute_tensor(WIDE, mesh, [Shard(1)]), split, SHORT)
     with pytest.raises(ValueError, match="vocabulary: expected words for all 2 ranks, got 1"):

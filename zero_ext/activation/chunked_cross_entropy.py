@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from zero_ext.activation.chunked_checkpoint import ChunkTokens, check_chunk_tokens
+from zero_ext.activation.vocabulary_slice import VocabularySlice, local_tensors
 
 LossReduction = Literal["mean", "sum", "none"]
 
@@ -51,38 +53,6 @@ class _LossOptions:
             )
 
 
-class _VocabularySlice(NamedTuple):
-    """This rank computes the logits of some words: those from ``first`` on, of ``size`` over ``group``.
-
-    No rank has more words than ``largest``.
-    """
-
-    first: int
-    size: int
-    largest: int
-    group: dist.ProcessGroup | None
-
-    def check_same(self, labels: Tensor) -> None:
-        """Check that all ranks have the same labels [n]. With FSDP2, ranks with tokens of their own hold
-        slices of a weight that look like those of a vocabulary."""
-        if self.group is None:
-            return
-        positions = torch.arange(1, len(labels) + 1, device=labels.device)
-        digest = torch.stack([(labels * positions).sum(), positions.new_tensor(len(labels))])
-        extremes = torch.cat([digest, -digest])
-        self.all_reduce(extremes, dist.ReduceOp.MAX)
-        torch._assert_async(
-            (extremes[:2] == -extremes[2:]).all(),
-            "labels: expected the same on all ranks that the weight is split over, got others. Pass the same "
-            "tokens, or the full weight.",
-        )
-
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce ``tensor`` over the ranks of the vocabulary, in place."""
-        if self.group is not None:
-            dist.all_reduce(tensor, op, group=self.group)
-
-
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -96,6 +66,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     shift: bool = False,
+    low_rank: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """Return the cross entropy of `hidden @ weight.T + bias` without holding logits of more than a chunk.
 
@@ -131,6 +102,8 @@ def linear_cross_entropy(
         softcap: replaces logits x by `softcap * tanh(x / softcap)`, as in Gemma 2.
         shift: whether the label of each token is that of the next one in the last dimension of `labels`. The
             last token of each sequence has none.
+        low_rank: pairs of inputs [..., rank] and factors [vocabulary, rank] of the dtype of `hidden`. Their
+            products `inputs @ factors.T` are added to the logits, as LoRA does.
 
     Returns:
         0-d, or for reduction "none" of the shape of `labels`, less its last entry with `shift`; float32, or
@@ -150,11 +123,12 @@ def linear_cross_entropy(
     """
     options = _LossOptions(chunk_tokens, ignore_index, reduction, label_smoothing, z_loss, softcap)
     _check_labels(hidden, labels)
+    _check_low_rank(hidden, weight, low_rank)
     labels = labels.long()
     if shift:
         ignored = torch.full_like(labels[..., :1], ignore_index)
         labels = torch.cat([labels[..., 1:], ignored], -1)
-    found = _loss(hidden, weight, bias, labels, options)
+    found = _loss(hidden, weight, bias, labels, options, *(each for pair in low_rank for each in pair))
     return found[..., :-1] if shift and reduction == "none" else found
 
 
@@ -170,20 +144,43 @@ def _check_labels(hidden: Tensor, labels: Tensor) -> None:
         )
 
 
+def _check_low_rank(hidden: Tensor, weight: Tensor, low_rank: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for inputs, factors in low_rank:
+        wanted = (*hidden.shape[:-1], inputs.shape[-1]), (weight.shape[0], inputs.shape[-1])
+        found = tuple(inputs.shape), tuple(factors.shape)
+        if found != wanted:
+            raise ValueError(
+                f"low_rank: expected pairs of shapes [..., rank] and [vocabulary, rank], such as {wanted[0]} "
+                f"and {wanted[1]}, got {found[0]} and {found[1]}. Pass one row per token and per word."
+            )
+
+
 def _loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: _LossOptions
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    options: _LossOptions,
+    *low_rank: Tensor,
 ) -> Tensor:
     """Return the reduced loss. A released parameter of stage 3 calls it again with its gathered value."""
-    tensors = tuple(each for each in (hidden, weight, bias) if each is not None)
+    tensors = tuple(each for each in (hidden, weight, bias, *low_rank) if each is not None)
     if has_torch_function(tensors):
-        found: Tensor = handle_torch_function(_loss, tensors, hidden, weight, bias, labels, options)
+        found: Tensor = handle_torch_function(
+            _loss, tensors, hidden, weight, bias, labels, options, *low_rank
+        )
         return found
-    hidden, weight, bias, vocabulary = _local_tensors(hidden, weight, bias)
+    hidden, weight, bias, vocabulary = local_tensors(hidden, weight, bias)
+    if low_rank and vocabulary.group is not None:
+        raise ValueError(
+            "low_rank: expected none with a weight that is split over ranks, got some. Pass the full weight."
+        )
     kind = hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         hidden, weight = _autocast(hidden), _autocast(weight)
         bias = None if bias is None else _autocast(bias)
-    _check_head(hidden, weight, bias)
+        low_rank = tuple(map(_autocast, low_rank))
+    _check_head(hidden, weight, bias, low_rank)
     rows = labels.flatten()
     vocabulary.check_same(rows)
     counted = rows != options.ignore_index
@@ -194,11 +191,11 @@ def _loss(
         f"outside of the vocabulary of {vocabulary.size}. Correct the labels.",
     )
     differentiate = torch.is_grad_enabled() and any(
-        each is not None and each.requires_grad for each in (hidden, weight, bias)
+        each is not None and each.requires_grad for each in (hidden, weight, bias, *low_rank)
     )
-    losses: Tensor = _ChunkedLoss.apply(
-        hidden.flatten(0, -2), weight, bias, rows, vocabulary, options, differentiate
-    )
+    terms = [hidden, weight, *low_rank]
+    terms[::2] = [each.flatten(0, -2) for each in terms[::2]]
+    losses: Tensor = _ChunkedLoss.apply(rows, vocabulary, options, differentiate, bias, *terms)
     return losses.view(labels.shape) if options.reduction == "none" else losses
 
 
@@ -208,46 +205,7 @@ def _autocast(tensor: Tensor) -> Tensor:
     return tensor if wide else tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
-def _local_tensors(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, _VocabularySlice]:
-    """Return the plain tensors of this rank, which stay connected to those given, and its words."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    if not isinstance(weight, DTensor):
-        if isinstance(hidden, DTensor):
-            raise ValueError(
-                "hidden: expected a plain tensor, as the weight is, got a DTensor. Pass its local tensor."
-            )
-        words = weight.shape[0] if weight.dim() else 0
-        return hidden, weight, bias, _VocabularySlice(0, words, words, None)
-    mesh, vocabulary = weight.device_mesh, weight.shape[0]
-    for name, each in (("weight", weight), ("bias", bias)):
-        if each is not None and (not isinstance(each, DTensor) or each.placements != (Shard(0),)):
-            placed = each.placements if isinstance(each, DTensor) else type(each).__name__
-            raise ValueError(
-                f"{name}: expected a DTensor split along its first dimension, got {placed}. Split the head "
-                "by 'colwise_split_logits'."
-            )
-    share = -(-vocabulary // mesh.size())  # as torch's Shard: the last ranks have less
-    if share * (mesh.size() - 1) >= vocabulary:
-        raise ValueError(
-            f"vocabulary: expected words for all {mesh.size()} ranks, got {vocabulary}, which leaves ranks "
-            f"without one. Use fewer than {mesh.size()} ranks."
-        )
-    if isinstance(hidden, DTensor):
-        if hidden.placements != (Replicate(),):
-            raise ValueError(
-                f"hidden: expected all tokens on all ranks of the vocabulary, got {hidden.placements}. "
-                "Pass them replicated."
-            )
-        hidden = hidden.to_local(grad_placements=[Replicate()])
-    local_bias = bias.to_local() if isinstance(bias, DTensor) else None
-    found = _VocabularySlice(share * mesh.get_local_rank(), vocabulary, share, mesh.get_group())
-    return hidden, weight.to_local(), local_bias, found
-
-
-def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Sequence[Tensor]) -> None:
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight: expected shape [vocabulary, {hidden.shape[-1]}] for hidden {tuple(hidden.shape)}, got "
@@ -257,40 +215,44 @@ def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(
             f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}. Pass the head's bias."
         )
-    dtypes = {each.dtype for each in (hidden, weight, bias) if each is not None}
+    dtypes = {each.dtype for each in (hidden, weight, bias, *low_rank) if each is not None}
     if len(dtypes) > 1 or not hidden.is_floating_point():
         raise ValueError(
-            f"hidden: expected one float dtype of hidden, weight and bias, got {sorted(map(str, dtypes))}. "
-            "Convert them, or use autocast."
+            "hidden: expected one float dtype of hidden, weight, bias and low_rank, got "
+            f"{sorted(map(str, dtypes))}. Convert them, or use autocast."
         )
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Losses of tokens [n] with hidden [n, width], and their gradients, chunk by chunk."""
+    """Losses of tokens [n], and their gradients, chunk by chunk.
+
+    Logits are the bias and the products of ``terms``: hidden [n, width], weight, and those of low rank.
+    """
 
     @staticmethod
     def forward(
         context: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         labels: Tensor,
-        vocabulary: _VocabularySlice,
+        vocabulary: VocabularySlice,
         options: _LossOptions,
         differentiate: bool,
+        bias: Tensor | None,
+        *terms: Tensor,
     ) -> Tensor:
         late = options.reduction == "none"
-        needed = context.needs_input_grad[:3] if differentiate and not late else (False,) * 3
-        head = _ChunkedHead(hidden, weight, bias, vocabulary, options)
+        needed = context.needs_input_grad[_OPTIONS:]
+        if late or not differentiate:
+            needed = (False,) * len(needed)
+        head = _ChunkedHead(bias, terms, vocabulary, options)
         counted = labels != options.ignore_index
         # Gradients stay unscaled until backward: those of a mean over many tokens would vanish in fp16.
         losses, context.gradients = head.run(labels, counted.to(head.dtype), needed)
         losses = losses.where(counted, 0)
         if late:
-            context.save_for_backward(hidden, weight, bias, labels, counted)
+            context.save_for_backward(labels, counted, bias, *terms)
             context.vocabulary, context.options = vocabulary, options
             return losses
-        context.dtype = hidden.dtype
+        context.dtype = terms[0].dtype
         context.count = counted.sum() if options.reduction == "mean" else None
         return losses.sum() if context.count is None else losses.sum() / context.count
 
@@ -306,10 +268,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def _gradients(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if context.saved_tensors:
-            hidden, weight, bias, labels, counted = context.saved_tensors
-            head = _ChunkedHead(hidden, weight, bias, context.vocabulary, context.options)
-            _, found = head.run(labels, gradient.where(counted, 0), context.needs_input_grad[:3])
-            return *(None if each is None else each.to(hidden.dtype) for each in found), *_NO_GRADIENTS
+            labels, counted, bias, *terms = context.saved_tensors
+            head = _ChunkedHead(bias, terms, context.vocabulary, context.options)
+            _, found = head.run(labels, gradient.where(counted, 0), context.needs_input_grad[_OPTIONS:])
+            dtype = terms[0].dtype
+            return *(None,) * _OPTIONS, *(None if each is None else each.to(dtype) for each in found)
         gradients, context.gradients = context.gradients, None
         if gradients is None:
             raise RuntimeError(
@@ -318,11 +281,11 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         # With no token that counts the gradients are zero, as torch's.
         scale = gradient if context.count is None else gradient / context.count.clamp(min=1)
-        scaled = (None if each is None else _scale(each, scale).to(context.dtype) for each in gradients)
-        return *scaled, *_NO_GRADIENTS
+        scaled = (None if each is None else _scaled(each, scale, context.dtype) for each in gradients)
+        return *(None,) * _OPTIONS, *scaled
 
 
-_NO_GRADIENTS = (None,) * 4  # of the arguments behind the bias
+_OPTIONS = 4  # arguments before the bias, which have no gradients
 
 
 class _ChunkedHead:
@@ -333,68 +296,89 @@ class _ChunkedHead:
 
     def __init__(
         self,
-        hidden: Tensor,
-        weight: Tensor,
         bias: Tensor | None,
-        vocabulary: _VocabularySlice,
+        terms: Sequence[Tensor],
+        vocabulary: VocabularySlice,
         options: _LossOptions,
     ) -> None:
-        self._hidden, self._weight, self._bias = hidden, weight, bias
+        self._bias, self._inputs, self._weights = bias, terms[::2], terms[1::2]
         self._vocabulary, self._options = vocabulary, options
+        hidden = self._inputs[0]
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        words = weight.shape[0]
+        words = self._weights[0].shape[0]
         # A CPU takes a few rows through all passes of the softmax while they are in its cache. A kernel of a
         # GPU, and a collective, cost too much to be called for so few.
         cached = hidden.is_cpu and vocabulary.group is None
         self._block_rows = max(1, _CACHE_BYTES // max(1, words * self.dtype.itemsize)) if cached else None
 
     def run(
-        self, labels: Tensor, factors: Tensor, needed: tuple[bool, ...]
+        self, labels: Tensor, factors: Tensor, needed: Sequence[bool]
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return each token's loss, and the gradients of hidden, weight and bias that are ``needed``.
+        """Return each token's loss, and the gradients of the bias and the terms that are ``needed``.
 
-        Gradients are those of the losses times ``factors`` [n], of weight and bias in ``dtype``.
+        Gradients are those of the losses times ``factors`` [n], of weights and bias in ``dtype``.
         """
-        hidden, weight, bias = self._hidden, self._weight, self._bias
-        chunk = self._chunk_rows(of_weight=needed[1])
+        hidden, weight, bias = self._inputs[0], self._weights[0], self._bias
+        chunk = self._chunk_rows(of_weight=needed[2])
         logits = hidden.new_empty(chunk, weight.shape[0])
         losses = hidden.new_empty(len(hidden), dtype=self.dtype)
-        of_hidden = torch.empty_like(hidden) if needed[0] else None
-        of_weight = torch.zeros_like(weight, dtype=self.dtype) if needed[1] else None
-        of_bias = torch.zeros_like(bias, dtype=self.dtype) if bias is not None and needed[2] else None
+        of_bias = torch.zeros_like(bias, dtype=self.dtype) if bias is not None and needed[0] else None
+        make = torch.empty_like if len(hidden) else torch.zeros_like  # the first chunk writes all of it
+        of_inputs = [
+            torch.empty_like(each) if one else None
+            for each, one in zip(self._inputs, needed[1::2], strict=True)
+        ]
+        of_weights = [
+            make(each, dtype=self.dtype) if one else None
+            for each, one in zip(self._weights, needed[2::2], strict=True)
+        ]
         for start in range(0, len(hidden), chunk):
             rows = slice(start, min(start + chunk, len(hidden)))
-            inputs, values = hidden[rows], logits[: rows.stop - start]
-            if bias is None:
-                torch.mm(inputs, weight.T, out=values)
-            else:
-                torch.addmm(bias, inputs, weight.T, out=values)
+            values = logits[: rows.stop - start]
+            self._compute_logits(rows, values)
             block = self._block_rows or chunk
             for first in range(start, rows.stop, block):
                 few = slice(first, min(first + block, rows.stop))
                 scales = factors[few] if any(needed) else None
                 losses[few] = self._losses(values[first - start : few.stop - start], labels[few], scales)
-            if of_hidden is not None:
-                torch.mm(values, weight, out=of_hidden[rows])
-            if of_weight is not None:
-                _add_product(of_weight, values.T, inputs)
+            for inputs, of_input, of_weight, each in zip(
+                self._inputs, of_inputs, of_weights, self._weights, strict=True
+            ):
+                if of_input is not None:
+                    torch.mm(values, each, out=of_input[rows])
+                if of_weight is not None:
+                    _add_product(of_weight, values.T, inputs[rows], is_first=start == 0)
             if of_bias is not None:
                 of_bias += values.sum(0, dtype=self.dtype)
-        if of_hidden is not None:
-            self._vocabulary.all_reduce(of_hidden)
-        return losses, (of_hidden, of_weight, of_bias)
+        for of_input in of_inputs:
+            if of_input is not None:
+                self._vocabulary.all_reduce(of_input)
+        pairs = zip(of_inputs, of_weights, strict=True)
+        return losses, (of_bias, *(each for pair in pairs for each in pair))
+
+    def _compute_logits(self, rows: slice, logits: Tensor) -> None:
+        """Compute the logits of the tokens ``rows``."""
+        inputs, weight = self._inputs[0][rows], self._weights[0]
+        if self._bias is None:
+            torch.mm(inputs, weight.T, out=logits)
+        else:
+            torch.addmm(self._bias, inputs, weight.T, out=logits)
+        for each, factors in zip(self._inputs[1:], self._weights[1:], strict=True):
+            logits.addmm_(each[rows], factors.T)
 
     def _chunk_rows(self, of_weight: bool) -> int:
         """Return the tokens of a chunk, the same on all ranks. All chunks are equal, up to rounding."""
-        tokens, words, chunk = len(self._hidden), self._vocabulary.largest, self._options.chunk_tokens
+        hidden, weight = self._inputs[0], self._weights[0]
+        tokens, words, chunk = len(hidden), self._vocabulary.largest, self._options.chunk_tokens
         if chunk == "auto":
-            # Copies in a wider dtype are made of all logits of a chunk: here on a GPU, in gemm on a CPU. The
-            # slope of the softcap is made of a block, which is small on a CPU.
-            copies = (self._weight.dtype != self.dtype) * self.dtype.itemsize
+            # Copies in a wider dtype are made of all logits of a chunk: here on a GPU, in gemm on a CPU that
+            # does not multiply in bfloat16. The slope of the softcap is made of a block, small on a CPU.
+            narrow = _has_narrow_products(weight) and self._block_rows is not None
+            copies = (weight.dtype != self.dtype and not narrow) * self.dtype.itemsize
             if self._options.softcap is not None and self._block_rows is None:
                 copies += self.dtype.itemsize
-            inputs = self._weight.shape[1] * self.dtype.itemsize if of_weight and copies else 0
-            nbytes = words * (self._weight.itemsize + copies) + inputs
+            inputs = weight.shape[1] * self.dtype.itemsize if of_weight and copies else 0
+            nbytes = words * (weight.itemsize + copies) + inputs
             chunk = (CHUNK_BYTES - _PRODUCT_BYTES) // max(1, nbytes)
         number = -(-tokens // max(1, chunk))
         return max(1, -(-tokens // max(1, number)))
@@ -434,24 +418,39 @@ class _ChunkedHead:
         return losses + options.z_loss * normalizer.square()
 
 
-def _scale(gradient: Tensor, scale: Tensor) -> Tensor:
-    """Multiply ``gradient`` by ``scale`` [] in place. A device would round the scale to its dtype first."""
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``gradient`` times ``scale`` [] in ``dtype``, in place if that is the gradient's. A device would
+    round the scale to the gradient's dtype first."""
+    found = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     rows = max(1, _PRODUCT_BYTES // max(1, gradient[:1].numel() * scale.itemsize))
-    for block in gradient.split(rows):
-        block.copy_(block.to(scale.dtype).mul_(scale))
-    return gradient
+    blocks = gradient.split(rows)
+    for block, target in zip(blocks, blocks if found is gradient else found.split(rows), strict=True):
+        target.copy_(block.to(scale.dtype).mul_(scale))
+    return found
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which may be of a wider dtype: a sum over tokens overflows fp16."""
+def _has_narrow_products(tensor: Tensor) -> bool:
+    """Return whether a CPU multiplies matrices of the dtype of ``tensor`` without copies in a wider one."""
+    return tensor.dtype == torch.bfloat16 and tensor.is_cpu and torch.cpu._is_avx512_bf16_supported()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """Add ``left @ right`` to ``total``, which may be of a wider dtype. The first product replaces it."""
     if total.dtype == right.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=0 if is_first else 1)
         return
-    wide = right.to(total.dtype) if right.is_cpu else right
-    # The rows of the left side are copied on a CPU, those of the product on a GPU.
+    # On a CPU, torch's products have the dtype of their factors. In bfloat16 they need less than half of
+    # float32's time, and the sum over a chunk is rounded once. In float16 such a sum may overflow.
+    is_widened = right.is_cpu and not _has_narrow_products(right)
+    wide = right.to(total.dtype) if is_widened else right
+    # Rows of the left side are copied for products in float32 on a CPU, those of the product otherwise.
     rows = max(1, _PRODUCT_BYTES // max(1, sum(right.shape) * total.itemsize))
     for block, factor in zip(total.split(rows), left.split(rows), strict=True):
-        if right.is_cpu:
-            block.addmm_(factor.to(total.dtype), wide)
+        if is_widened:
+            block.addmm_(factor.to(total.dtype), wide, beta=0 if is_first else 1)
+            continue
+        product = torch.mm(factor, right) if right.is_cpu else torch.mm(factor, right, out_dtype=total.dtype)
+        if is_first:
+            block.copy_(product)
         else:
-            block += torch.mm(factor, right, out_dtype=total.dtype)
+            block.add_(product)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 from torch import nn
 
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 
 PrepareParameters = ParamSpec("PrepareParameters")
 Prepared = tuple[Any, Any]
+
+# Of each section that computes in chunks: the models that it needs, and the call that other models use.
+_CHUNKED = {
+    "loss": ("causal language model", "linear_cross_entropy"),
+    "mlp": ("model", "checkpoint_in_chunks"),
+}
+_CHUNKED_MODULES = "zero_ext.integrations.transformers.chunked_"
 
 
 def _completed(prepare: Callable[PrepareParameters, Prepared]) -> Callable[PrepareParameters, Prepared]:
@@ -124,50 +132,54 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> N
         interface.exchange_attention(each, SparseSelfAttention(policy.in_a_model()))
 
 
-def apply_chunked_loss(model: nn.Module, config: LossConfig) -> None:
-    """Compute the losses of all Hugging Face models in `model` in chunks of tokens.
+def apply_chunks(
+    model: nn.Module, section: Literal["loss", "mlp"], config: LossConfig | MlpConfig, **options: Any
+) -> None:
+    """Compute losses or feed-forward networks of all Hugging Face models in `model` in chunks of tokens.
+
+    Args:
+        model: with such models inside, or one itself.
+        section: the name of the configuration's section.
+        config: the section.
+        **options: of the section's `chunking_problem`.
 
     Raises:
-        ConfigError: there is none, one of them has another loss or head than is supported, or the model is
-            cut into stages.
+        ConfigError: there is none, one of them has another loss, head or network than is supported, or the
+            model is cut into stages. Nothing has been changed then.
     """
     found = {} if _is_staged(model) else outermost_models(model)
+    kind, function = _CHUNKED[section]
     if not found:
         raise _refused(
-            f"expected a causal language model of transformers, got {type(model).__name__}. Call "
-            "zero_ext.linear_cross_entropy in its forward, and leave the section out.",
-            "loss",
+            f"expected a {kind} of transformers, got {type(model).__name__}. Call zero_ext.{function} in its "
+            "forward, and leave the section out.",
+            section,
         )
-    from zero_ext.integrations.transformers.chunked_loss import chunk_loss, chunking_problem
-
+    chunked: Any = importlib.import_module(f"{_CHUNKED_MODULES}{section}")
     for path, each in found.items():
-        if problem := chunking_problem(each, path):
-            raise _refused(problem, "loss")
+        if problem := chunked.chunking_problem(each, path, **options):
+            raise _refused(problem, section)
     for each in found.values():
-        chunk_loss(each, config.chunk_tokens)
+        getattr(chunked, f"chunk_{section}")(each, config.chunk_tokens)
 
 
 @contextlib.contextmanager
 def _in_chunks(model: nn.Module, settings: ZeroConfig) -> Iterator[None]:
     """Return a context in which losses and feed-forward networks are as the sections say. They are as before
     if it ends by an error."""
-    # Without these modules nothing is in chunks.
-    losses: Any = sys.modules.get("zero_ext.integrations.transformers.chunked_loss")
-    networks: Any = sys.modules.get("zero_ext.integrations.transformers.chunked_mlp")
+    losses, networks = _chunk_modules()
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     hooks = [(each, found) for each in modules if losses and (found := losses.hooks_of_loss(each))]
     forwards = [(each, each.forward) for each in modules if networks and networks.is_chunked(each)]
     try:
-        remove_chunked_loss(model)
-        remove_chunked_mlp(model)
+        remove_chunks(model)
         if settings.loss is not None:
-            apply_chunked_loss(model, settings.loss)
+            apply_chunks(model, "loss", settings.loss)
         if settings.mlp is not None:
-            apply_chunked_mlp(model, settings.mlp, _gathered_alone(settings))
+            apply_chunks(model, "mlp", settings.mlp, gathered_alone=_gathered_alone(settings))
         yield
     except BaseException:
-        remove_chunked_loss(model)
-        remove_chunked_mlp(model)
+        remove_chunks(model)
         for each, found in hooks:
             losses.register_hooks(each, found)
         for each, forward in forwards:
@@ -175,52 +187,22 @@ def _in_chunks(model: nn.Module, settings: ZeroConfig) -> Iterator[None]:
         raise
 
 
-def remove_chunked_loss(model: nn.Module) -> None:
-    """Undo :func:`apply_chunked_loss`."""
-    # Without that module there is none of its losses.
-    chunked: Any = sys.modules.get("zero_ext.integrations.transformers.chunked_loss")
-    if chunked is not None and isinstance(model, nn.Module):
-        for each in model.modules():
-            chunked.unchunk_loss(each)
+def remove_chunks(model: nn.Module) -> None:
+    """Undo :func:`apply_chunks`."""
+    for section, chunked in zip(_CHUNKED, _chunk_modules(), strict=True):
+        if chunked is not None and isinstance(model, nn.Module):
+            getattr(chunked, f"unchunk_{section}")(model)
 
 
-def apply_chunked_mlp(model: nn.Module, config: MlpConfig, gathered_alone: Collection[str] = ()) -> None:
-    """Compute the feed-forward networks of all Hugging Face models in `model` in chunks of tokens.
-
-    Stage 3 gathers modules of the names or classes `gathered_alone` by themselves.
-
-    Raises:
-        ConfigError: there is none, one of them has no such networks or others than are supported, or the
-            model is cut into stages. Nothing has been changed then.
-    """
-    found = {} if _is_staged(model) else outermost_models(model)
-    if not found:
-        raise _refused(
-            f"expected a model of transformers, got {type(model).__name__}. Call "
-            "zero_ext.checkpoint_in_chunks in its forward, and leave the section out.",
-            "mlp",
-        )
-    from zero_ext.integrations.transformers.chunked_mlp import chunk_mlp, chunking_problem
-
-    for path, each in found.items():
-        if problem := chunking_problem(each, path, gathered_alone):
-            raise _refused(problem, "mlp")
-    for each in found.values():
-        chunk_mlp(each, config.chunk_tokens)
+def _chunk_modules() -> list[Any]:
+    """Return the modules of losses and of networks in chunks, or None where it is not imported yet."""
+    return [sys.modules.get(f"{_CHUNKED_MODULES}{section}") for section in _CHUNKED]
 
 
 def _gathered_alone(settings: ZeroConfig) -> set[str]:
     """Return the names of modules and classes that stage 3 gathers by themselves."""
     units = settings.units
     return {*units.tiles, *units.block_classes} if settings.stage == 3 else set()
-
-
-def remove_chunked_mlp(model: nn.Module) -> None:
-    """Undo :func:`apply_chunked_mlp`."""
-    # Without that module there is none of its networks.
-    chunked: Any = sys.modules.get("zero_ext.integrations.transformers.chunked_mlp")
-    if chunked is not None and isinstance(model, nn.Module):
-        chunked.unchunk_mlp(model)
 
 
 def _is_staged(model: nn.Module) -> bool:

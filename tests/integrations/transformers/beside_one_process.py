@@ -31,16 +31,17 @@ def assert_steps_as_alone(
     reference: nn.Module,
     stage: int,
     losses: Iterable[tuple[Loss, Loss]],
+    **sections: Any,
 ) -> None:
     """Losses, norms and parameters of ``model`` on ``mesh`` are those of ``reference`` alone. ``losses`` give
-    for every step this rank's of the model and the whole batch's of the reference.
+    for every step this rank's of the model and the whole batch's of the reference. ``sections`` go into the
+    configuration.
 
     A second reference starts with its parameters changed in the last bit. What that makes of a step is what
     rounding makes of it, so the tolerance grows with it: a few seeds are badly conditioned.
     """
-    model, optimizer = zero_ext.prepare(
-        model, optimizer_of(model), {"stage": stage, "gradient_clipping": CLIP}, process_group=mesh
-    )
+    config = {"stage": stage, "gradient_clipping": CLIP, **sections}
+    model, optimizer = zero_ext.prepare(model, optimizer_of(model), config, process_group=mesh)
     model.train()
     rounded = rounded_copy(reference, world.seed)
     alone = [(each, optimizer_of(each)) for each in (reference, rounded)]

@@ -11,13 +11,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 
 import zero_ext
 from tests.integrations.transformers.beside_one_process import optimizer_of
 from tests.integrations.transformers.causal_models import batches, model_of, own_rows
+from tests.integrations.transformers.largest_result import LargestResult
 from tests.integrations.transformers.models import (
     VOCABULARY,
     Sentences,
@@ -32,7 +31,6 @@ from tests.integrations.transformers.models import (
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.parallel.training import mesh_of
 from zero_ext.integrations.transformers import ZeroTrainer, chunked_loss
 from zero_ext.integrations.transformers.chunked_loss import chunk_loss, hooks_of_loss
 
@@ -74,20 +72,6 @@ def test_steps_are_those_of_the_plain_model(world: World, family: str, stage: in
     full = zero_ext.full_state_dict(model)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(full[name], value, rtol=1e-5, atol=1e-5, msg=name)
-
-
-class LargestResult(TorchDispatchMode):
-    """Records the most elements of a result of any operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        sizes = [each.numel() for each in torch.utils._pytree.tree_leaves(found) if torch.is_tensor(each)]
-        self.elements = max(self.elements, *sizes, 0)
-        return found
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -263,15 +247,6 @@ def test_the_first_forward_refuses_other_uses_of_logits(kind: Any, match: str) -
     with pytest.raises(RuntimeError, match=match):
         model(words, labels=words)
     assert type(model.lm_head) is nn.Linear
-
-
-@on_ranks(4)
-def test_a_head_that_is_split_is_refused(world: World) -> None:
-    model = llama(world.seed)
-    split = distribute_tensor(model.lm_head.weight.detach(), mesh_of(tp=2)["tp"], [Shard(0)])
-    model.lm_head.weight = nn.Parameter(split)
-    with pytest.raises(ValueError, match="split by tensor parallelism"):
-        chunk_loss(model)
 
 
 @on_ranks(2)

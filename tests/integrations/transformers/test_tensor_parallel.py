@@ -138,7 +138,9 @@ def loss_of(model: nn.Module, words: torch.Tensor, samples: slice = slice(None))
     return model(input_ids=words[samples], attention_mask=there[samples], labels=labels[samples]).loss
 
 
-def check_steps(world: World, mesh: DeviceMesh, model: Any, reference: Any, stage: int) -> None:
+def check_steps(
+    world: World, mesh: DeviceMesh, model: Any, reference: Any, stage: int, **sections: Any
+) -> None:
     """Steps of ``model``, split over ``mesh``, are those of ``reference`` alone."""
     share, replica = SAMPLES // mesh["dp"].size(), mesh["dp"].get_local_rank()
     own = slice(share * replica, share * (replica + 1))
@@ -146,7 +148,7 @@ def check_steps(world: World, mesh: DeviceMesh, model: Any, reference: Any, stag
         (partial(loss_of, words=each, samples=own), partial(loss_of, words=each))
         for each in batches(world.seed)
     ]
-    assert_steps_as_alone(world, mesh, model, reference, stage, losses)
+    assert_steps_as_alone(world, mesh, model, reference, stage, losses, **sections)
 
 
 @on_ranks(2)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,11 @@ from zero_ext.activation import linear_cross_entropy
 from zero_ext.activation.chunked_checkpoint import ChunkTokens
 from zero_ext.zero.units.dtensor_local import is_distributed
 
-# Hooks of this module on the head only gather its weight, which the loss does itself.
-_HEAD_HOOKS = "zero_ext.zero.unshard.hook_installation"
+# Hooks of these modules on a head only gather its weight, or move its input and its logits between ranks. The
+# loss does both itself.
+_GATHERING_HOOKS = ("zero_ext.zero.unshard.hook_installation",)
+_SPLIT_HOOKS = ("torch.distributed.tensor._api", "zero_ext.parallel.tensor.tp_rng")
+_WITHOUT = "or remove the section 'loss'."
 
 
 def chunk_loss(model: PreTrainedModel, chunk_tokens: ChunkTokens = "auto") -> None:
@@ -59,13 +63,14 @@ def hooks_of_loss(model: nn.Module) -> _LossHooks | None:
 
 
 def unchunk_loss(model: nn.Module) -> None:
-    """Undo :func:`chunk_loss` in ``model``, if it was called."""
+    """Undo :func:`chunk_loss` in ``model`` and the models inside, if it was called."""
     hooks: Any
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for key in [key for key, hook in hooks.items() if _is_of_loss(hook)]:
-            del hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
-            model._forward_hooks_always_called.pop(key, None)
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _is_of_loss(hook)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def _is_of_loss(hook: Any) -> bool:
@@ -86,23 +91,10 @@ def _problem(model: PreTrainedModel, head: Any) -> str | None:
         return "expected a causal language model, got an encoder with a decoder. Remove the section 'loss'."
     if "labels" not in inspect.signature(model.forward).parameters:
         return "expected labels among the arguments of forward, got none. Remove the section 'loss'."
-    if type(head) is not nn.Linear or "forward" in vars(head):
-        found = "none" if head is None else type(head).__name__
-        return (
-            f"head: expected a plain nn.Linear from get_output_embeddings(), got {found}. Leave the head out "
-            "of adapters and quantization, or remove the section 'loss'."
-        )
-    if is_distributed(head.weight):
-        return (
-            "head: expected its weight on all ranks, got one that is split by tensor parallelism. Leave the "
-            "head out of the plan, or remove the section 'loss'."
-        )
-    if all(module is not head for module in model.modules()):
+    if head is not None and all(module is not head for module in model.modules()):
         return "head: expected one of the model's modules, got another one. Remove the section 'loss'."
-    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
-    hooks += (*head._backward_hooks.values(), *head._backward_pre_hooks.values())
-    if any(getattr(hook, "__module__", "") != _HEAD_HOOKS for hook in hooks):
-        return "head: expected no hooks, got some, which would not run. Remove them or the section 'loss'."
+    if problem := _head_problem(head):
+        return problem
     if own_property or model.loss_function is not ForCausalLMLoss:
         return (
             "loss_function: expected transformers' ForCausalLMLoss, got another one. Call "
@@ -114,7 +106,7 @@ def _problem(model: PreTrainedModel, head: Any) -> str | None:
 class _HeadCall:
     """The head's input during one call of the model, and the head itself."""
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Module) -> None:
         self.head = head
         self.hidden: Tensor | None = None
         self.loss_computed = False
@@ -128,7 +120,7 @@ class _HeadCall:
                 "head: expected one call in a forward pass, got a second one. Remove the section 'loss'."
             )
         self.hidden = hidden
-        shape = torch.Size((*hidden.shape[:-1], self.head.out_features))
+        shape = torch.Size((*hidden.shape[:-1], _active_layers(self.head)[0].out_features))
         return DeferredLogits(self, hidden.device, hidden.dtype, shape)
 
 
@@ -281,8 +273,9 @@ def _loss_of(call: _HeadCall, chunk_tokens: ChunkTokens) -> Callable[..., Tensor
                 f"logits: expected those of the model's head, got {type(logits).__name__}. Remove the "
                 "section 'loss'."
             )
-        # Stage 3 gathers the weight at this read, for the model's running call.
-        weight, bias = head.weight, head.bias
+        # The cap of linear_cross_entropy divides by itself inside of tanh.
+        scale = logits.scale * (logits.softcap or 1.0)
+        weight, bias, low_rank = _head_tensors(head, hidden, scale)
         if weight.shape[0] != vocab_size:
             raise RuntimeError(
                 f"vocab_size: expected the {weight.shape[0]} words of the head, got {vocab_size}. Resize the "
@@ -291,18 +284,17 @@ def _loss_of(call: _HeadCall, chunk_tokens: ChunkTokens) -> Callable[..., Tensor
         targets = (labels if shift_labels is None else shift_labels).to(hidden.device)
         if shift_labels is not None and targets.numel() == hidden.shape[:-1].numel():
             targets = targets.reshape(hidden.shape[:-1])  # flat, as ForCausalLMLoss accepts them
-        # The cap of linear_cross_entropy divides by itself inside of tanh.
-        scale = logits.scale * (logits.softcap or 1.0)
         found = linear_cross_entropy(
             hidden if scale == 1 else hidden * scale,
             weight,
             targets,
-            bias if bias is None or scale == 1 else bias * scale,
+            bias,
             chunk_tokens=chunk_tokens,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
             softcap=logits.softcap,
             shift=shift_labels is None,
+            low_rank=low_rank,
         )
         call.loss_computed = True
         if isinstance(num_items_in_batch, Tensor):
@@ -310,3 +302,127 @@ def _loss_of(call: _HeadCall, chunk_tokens: ChunkTokens) -> Callable[..., Tensor
         return found if num_items_in_batch is None else found / num_items_in_batch
 
     return loss
+
+
+class _HeadTensors(NamedTuple):
+    """The arguments of `linear_cross_entropy` that describe a head for its input."""
+
+    weight: Tensor
+    bias: Tensor | None
+    low_rank: list[tuple[Tensor, Tensor]]
+
+
+def _head_problem(head: Any) -> str | None:
+    """Return why the loss of the module ``head`` cannot be computed in chunks, or None."""
+    linear, adapted = _active_layers(head)
+    if type(linear) is not nn.Linear or "forward" in vars(linear) or "forward" in vars(head):
+        found = "none" if linear is None else type(linear).__name__
+        return (
+            f"head: expected a plain nn.Linear from get_output_embeddings(), or one with LoRA, got {found}. "
+            f"Leave the head out of other adapters and of quantization, {_WITHOUT}"
+        )
+    weight = dict(linear.named_parameters(recurse=False))["weight"]  # which gathers nothing in stage 3
+    split = is_distributed(weight)
+    if is_distributed(weight) and not _is_split_by_words(weight):
+        return (
+            f"head: expected a weight that is split over its words, got {weight.placements}. Split it by "
+            f"'colwise_gather_output', {_WITHOUT}"
+        )
+    factors = _factors(adapted)
+    if split and factors:
+        return (
+            "head: expected no adapter on a head that tensor parallelism splits, got LoRA. Leave the head "
+            f"out of target_modules or of the plan, {_WITHOUT}"
+        )
+    if problem := _adapter_problem(adapted):
+        return problem
+    allowed = (*_GATHERING_HOOKS, *(_SPLIT_HOOKS if split else ()))
+    if any(getattr(hook, "__module__", "") not in allowed for hook in _hooks({head, linear, *factors})):
+        return f"head: expected no hooks, got some, which would not run. Remove them {_WITHOUT}"
+    return None
+
+
+def _active_layers(head: Any) -> tuple[Any, Any]:
+    """Return the linear layer that computes a head's logits, and PEFT's LoRA layer around it or None."""
+    saved: Any = sys.modules.get("peft.utils.other")
+    if saved is not None and isinstance(head, saved.ModulesToSaveWrapper):
+        names = [] if head.disable_adapters else head.active_adapters
+        known = names and all(name in head.modules_to_save for name in names)
+        return (head.modules_to_save[names[0]] if known else head.original_module), None
+    lora: Any = sys.modules.get("peft.tuners.lora.layer")
+    if lora is not None and type(head) is lora.Linear:
+        return head.get_base_layer(), head
+    return head, None
+
+
+def _head_tensors(head: Any, hidden: Tensor, scale: float) -> _HeadTensors:
+    """Return the tensors of a head that :func:`_head_problem` accepts, for logits times ``scale``.
+
+    Args:
+        head: the module. Stage 3 gathers its parameters at these reads, for the model's running call.
+        hidden: [..., width], not scaled.
+        scale: factor of the bias and of the inputs of low rank.
+    """
+    linear, adapted = _active_layers(head)
+    weight, bias = linear.weight, linear.bias
+    low_rank = []
+    for name in _active_adapters(adapted):
+        projection, factors = adapted.lora_A[name], adapted.lora_B[name]
+        factor = adapted.scaling[name] * scale
+        # PEFT's adapters are in float32 over a model in 16 bits. Products are in the model's dtype.
+        inputs = adapted._cast_input_dtype(hidden, projection.weight.dtype)
+        projected = projection(adapted.lora_dropout[name](inputs)) * factor
+        low_rank.append((projected.to(hidden.dtype), factors.weight.to(hidden.dtype)))
+        if factors.bias is not None:
+            own = (factors.bias * adapted.scaling[name]).to(hidden.dtype)
+            bias = own if bias is None else bias + own
+    return _HeadTensors(weight, bias if bias is None or scale == 1 else bias * scale, low_rank)
+
+
+def _is_split_by_words(weight: Any) -> bool:
+    from torch.distributed.tensor import Shard
+
+    return bool(weight.placements == (Shard(0),))
+
+
+def _factors(adapted: Any) -> list[nn.Module]:
+    return [] if adapted is None else list(adapted.lora_B.values())
+
+
+def _active_adapters(adapted: Any) -> list[str]:
+    if adapted is None or adapted.disable_adapters:
+        return []
+    return [name for name in adapted.active_adapters if name in adapted.lora_A]
+
+
+def _adapter_problem(adapted: Any) -> str | None:
+    """Return why the logits of a LoRA layer are not those of a low-rank product, or None."""
+    if adapted is None:
+        return None
+    if adapted.merged:
+        return f"head: expected an adapter that is not merged, got a merged one. Unmerge it, {_WITHOUT}"
+    kinds = [type(each).__name__.removesuffix("LinearVariant") for each in adapted.lora_variant.values()]
+    layers = (*adapted.lora_A.values(), *adapted.lora_B.values())
+    kinds += [
+        type(each).__name__ for each in layers if type(each) is not nn.Linear or "forward" in vars(each)
+    ]
+    if kinds:
+        return (
+            f"head: expected plain LoRA on it, got {kinds[0]}. Leave the head out of target_modules, or use "
+            f"modules_to_save=['lm_head'], {_WITHOUT}"
+        )
+    return None
+
+
+def _hooks(modules: set[nn.Module]) -> list[Any]:
+    return [
+        hook
+        for each in modules
+        for hooks in (
+            each._forward_hooks,
+            each._forward_pre_hooks,
+            each._backward_hooks,
+            each._backward_pre_hooks,
+        )
+        for hook in hooks.values()
+    ]
