@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,7 +38,7 @@ from zero_ext.zero import engine_of
 from zero_ext.zero.units.released_params import ReleasedTensor
 from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.pool_replay import PlannedPasses, PlannedUnit
-from zero_ext.zero.unshard.prefetcher import Prefetcher
+from zero_ext.zero.unshard.prefetcher import GatherOrder, Prefetcher
 
 
 def sizes_of(world: World) -> list[int]:
@@ -196,6 +197,30 @@ def test_embedding_and_head_are_gathered_once_a_step(world: World) -> None:
     # Backward needs the weight that more than the look-up has read.
     marked = gathers_of_steps(world, Untied(mark=True), [4, 4, 4])
     assert marked[1:] == [{**twice, "embedding": 2, "head": 1}] * 2
+
+
+@pytest.mark.parametrize(
+    ("passes", "expected"),
+    [
+        ("ab", "ab"),
+        ("ab ac", "ab"),  # one departure of the same length
+        ("ab ac ac", "ac"),
+        ("ab abc", "abc"),
+        ("abc ab", "abc"),
+        ("abc ab ab", "ab"),
+        ("ab a a", "ab"),  # a block called by itself
+    ],
+)
+def test_the_prediction_is_the_longest_pass_or_one_that_came_twice(passes: str, expected: str) -> None:
+    units = {name: SimpleNamespace(name=name, spec=SimpleNamespace(experts=None)) for name in "abc"}
+    order: GatherOrder[Any] = GatherOrder()
+    for names in passes.split():
+        order.begin()
+        for name in names:
+            order.needed(units[name])
+        order.finish()
+    order.begin()
+    assert "".join(unit.name for unit in order.upcoming()) == expected
 
 
 @on_ranks(2)
