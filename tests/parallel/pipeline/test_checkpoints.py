@@ -60,10 +60,11 @@ def test_a_run_goes_on_in_another_layout(
 
 
 @on_ranks(4)
-def test_one_rank_resumes(world: World) -> None:
+@pytest.mark.parametrize("position", [3, 4], ids=["first stage", "last stage"])
+def test_one_rank_resumes(world: World, position: int) -> None:
     def counted(seed: int, mesh: DeviceMesh, stage: int) -> Course:
         layers: list[Any] = specifications()
-        layers[3] = LayerSpec(Counted)
+        layers[position] = LayerSpec(Counted)
         return course_of(seed, mesh, stage, layers)
 
     folder, data = shared_folder(world), batches(world.seed, STEPS, SAMPLES)
@@ -74,7 +75,7 @@ def test_one_rank_resumes(world: World) -> None:
     then = counted(world.seed + 1, mesh_of_one(), 0)
     zero_ext.load_checkpoint(folder, then.model)
     # The buffer, which counts the micro-batches of a rank, came from the stage that has it.
-    assert int(then.model.module.layers["3"].calls) == 12
+    assert int(then.model.module.layers[str(position)].calls) == 12
     assert_same_steps(then.steps(data[3:]).losses, wanted.losses)
 
 
