@@ -252,7 +252,17 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "low_rank": (
         (WIDE, HEAD, SHORT),
         {"low_rank": [(WIDE[..., :2], HEAD)]},
-        r"low_rank: expected pairs .* such as \(2, 3, 2\) and \(5, 2\), got \(2, 3, 2\) and \(5, 8\)",
+        r"low_rank: expected pairs .* \(2, 3, 8\) and weight \(5, 8\), got \[\(2, 3, 2\), \(5, 8\)\]",
+    ),
+    "low_rank_no_pairs": (
+        (WIDE, HEAD, SHORT),
+        {"low_rank": (WIDE[0], HEAD)},
+        "low_rank: expected pairs .* got Tensor. Pass a list of pairs",
+    ),
+    "low_rank_scalar": (
+        (WIDE, HEAD, SHORT),
+        {"low_rank": [(torch.tensor(1.0), HEAD)]},
+        r"low_rank: expected pairs .* got \[\(\), \(5, 8\)\]",
     ),
     "low_rank_dtype": (
         (WIDE, HEAD, SHORT),

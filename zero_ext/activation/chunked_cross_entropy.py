@@ -145,13 +145,14 @@ def _check_labels(hidden: Tensor, labels: Tensor) -> None:
 
 
 def _check_low_rank(hidden: Tensor, weight: Tensor, low_rank: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for inputs, factors in low_rank:
-        wanted = (*hidden.shape[:-1], inputs.shape[-1]), (weight.shape[0], inputs.shape[-1])
-        found = tuple(inputs.shape), tuple(factors.shape)
-        if found != wanted:
+    for pair in low_rank:
+        shapes = [tuple(each.shape) for each in pair] if isinstance(pair, tuple | list) else []
+        rank = shapes[0][-1:] if shapes else ()
+        if shapes != [(*hidden.shape[:-1], *rank), (*weight.shape[:1], *rank)] or not rank:
             raise ValueError(
-                f"low_rank: expected pairs of shapes [..., rank] and [vocabulary, rank], such as {wanted[0]} "
-                f"and {wanted[1]}, got {found[0]} and {found[1]}. Pass one row per token and per word."
+                "low_rank: expected pairs of shapes [..., rank] and [vocabulary, rank], for hidden "
+                f"{tuple(hidden.shape)} and weight {tuple(weight.shape)}, got "
+                f"{shapes or type(pair).__name__}. Pass a list of pairs with one row per token and per word."
             )
 
 

@@ -210,7 +210,10 @@ def with_loss() -> Any:
         (lambda: nn.Linear(2, 2), "expected a causal language model of transformers, got Linear"),
         (lambda: bert(0), "head: expected a plain nn.Linear .* got none"),
         (lambda: llama(0).model, "expected labels among the arguments of forward, got none"),
-        (lambda: with_head(OwnLinear(32, VOCABULARY)), "head: expected a plain nn.Linear .* got OwnLinear"),
+        (
+            lambda: with_head(OwnLinear(32, VOCABULARY)),
+            r"head: expected a plain nn.Linear .* got .*\.OwnLinear",
+        ),
         (with_hook, "head: expected no hooks, got some"),
         (with_loss, "loss_function: expected transformers' ForCausalLMLoss"),
     ],

@@ -153,6 +153,18 @@ def hooked() -> Any:
     return model
 
 
+def above_another_kind() -> Any:
+    scaled = peft.get_peft_model(llama(0), peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]))
+    return peft.get_peft_model(scaled.get_base_model(), peft.LoraConfig(r=4, target_modules=["lm_head"]))
+
+
+def with_own_forward() -> Any:
+    model = adapted(llama, 0, {})
+    head = model.get_base_model().lm_head.base_layer
+    head.forward = head.forward
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -164,8 +176,10 @@ def hooked() -> Any:
             lambda: peft.get_peft_model(
                 llama(0), peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[])
             ),
-            "head: expected a plain nn.Linear .* got Linear. Leave the head out of other adapters",
+            r"head: expected a plain nn.Linear .* got peft.*\.ia3\..*Linear. Leave the head out of other",
         ),
+        (above_another_kind, r"head: expected a plain nn.Linear .* got peft.*\.ia3\..*Linear"),
+        (with_own_forward, "head: expected a plain nn.Linear .* got one whose forward is replaced"),
     ],
 )
 def test_adapters_that_it_cannot_serve_are_refused(make: Any, match: str) -> None:

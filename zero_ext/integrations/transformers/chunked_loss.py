@@ -316,7 +316,9 @@ def _head_problem(head: Any) -> str | None:
     """Return why the loss of the module ``head`` cannot be computed in chunks, or None."""
     linear, adapted = _active_layers(head)
     if type(linear) is not nn.Linear or "forward" in vars(linear) or "forward" in vars(head):
-        found = "none" if linear is None else type(linear).__name__
+        found = "none" if linear is None else f"{type(linear).__module__}.{type(linear).__name__}"
+        if type(linear) is nn.Linear:
+            found = "one whose forward is replaced, as transformers' tp_plan and Accelerate's hooks do"
         return (
             f"head: expected a plain nn.Linear from get_output_embeddings(), or one with LoRA, got {found}. "
             f"Leave the head out of other adapters and of quantization, {_WITHOUT}"
@@ -351,7 +353,7 @@ def _active_layers(head: Any) -> tuple[Any, Any]:
         return (head.modules_to_save[names[0]] if known else head.original_module), None
     lora: Any = sys.modules.get("peft.tuners.lora.layer")
     if lora is not None and type(head) is lora.Linear:
-        return head.get_base_layer(), head
+        return head.base_layer, head  # get_base_layer would skip adapters of other kinds in between
     return head, None
 
 
