@@ -102,7 +102,8 @@ class GradientCollector(Ending):
         if self._scales_loss and not self.loss_scaled:
             raise RuntimeError(
                 "loss in fp16: expected a scaled one, got loss.backward(). Call "
-                "model.backward(loss), or model.scale_loss(loss).backward()."
+                "model.backward(loss) or model.scale_loss(loss).backward(). A model that prepare did not "
+                "wrap has engine_of(model).scale_loss(loss)."
             )
         self._collected = True
         # Before the gradient is added. Adding may finish a running reduction, and a
