@@ -163,7 +163,8 @@ def test_a_skeleton_without_values_is_spread_and_loads_a_checkpoint(world: World
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp16"), (3, "bf16")])
 def test_spread_experts_are_converted_like_full_ones(world: World, by: str, stage: int, dtype: str) -> None:
     enter(world)
-    config, kept = {"stage": stage, "precision": {"dtype": dtype}}, {"process_group": mesh_of(2)}
+    config: dict[str, Any] = {"stage": stage, "precision": {"dtype": dtype}}
+    kept: Any = {"process_group": mesh_of(2)}
     with shared_folder(world) as folder:
         if world.rank == 0:
             random_mixture("mixtral", world.seed).save_pretrained(folder / "saved")
@@ -187,6 +188,21 @@ def test_spread_experts_are_converted_like_full_ones(world: World, by: str, stag
         again, _ = zero_ext.prepare(again, optimizer_of(again), {"stage": 3}, **kept)
         zero_ext.load_checkpoint(folder / "checkpoint", again)
         assert_same(zero_ext.full_state_dict(again), made.state_dict(), f"seed {world.seed}")
+
+
+@on_ranks(2)
+def test_models_with_spread_experts_are_copied(world: World) -> None:
+    enter(world)
+    with shared_folder(world) as folder:
+        if world.rank == 0:
+            random_mixture("mixtral", world.seed).save_pretrained(folder / "saved")
+        world.barrier()
+        made = AutoModelForCausalLM.from_pretrained(folder / "saved")
+        group: Any = {"process_group": mesh_of(2)}
+        model = from_pretrained(AutoModelForCausalLM, folder / "saved", {"stage": 3}, **group)
+        copied = copy.deepcopy(model)
+        copied, _ = zero_ext.prepare(copied, optimizer_of(copied), {"stage": 3}, **group)
+        assert_same(zero_ext.full_state_dict(copied), made.state_dict(), f"seed {world.seed}")
 
 
 def _without_down_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
