@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 import zero_ext
-from tests.integrations.transformers.mixtures import EXPERTS, mixture_of, optimizer_of
+from tests.integrations.transformers.mixtures import EXPERTS, batches, mean_losses, mixture_of, optimizer_of
 from tests.integrations.transformers.models import enter, shared_folder
 from tests.integrations.transformers.test_mixture_loading import (
     assert_same,
@@ -31,6 +31,7 @@ from zero_ext.checkpoint.weights import load_into_meta
 from zero_ext.integrations.transformers import from_pretrained
 from zero_ext.integrations.transformers.model_patches import mark_prepared
 from zero_ext.parallel import apply_expert_parallel, make_mesh
+from zero_ext.zero.construction.grouping import DTYPES
 from zero_ext.zero.units.dtensor_local import is_distributed, local_tensor
 from zero_ext.zero.units.presharded import presharded_of
 
@@ -155,6 +156,53 @@ def test_a_skeleton_without_values_is_spread_and_loads_a_checkpoint(world: World
             model, _ = zero_ext.prepare(model, optimizer_of(model), {"stage": stage}, **group)
             zero_ext.load_checkpoint(folder / "saved", model)
             assert_same(zero_ext.full_state_dict(model), made.state_dict(), f"{stage}, {ep}, {world.seed}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by", ["call", "loading"])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp16"), (3, "bf16")])
+def test_spread_experts_are_converted_like_full_ones(world: World, by: str, stage: int, dtype: str) -> None:
+    enter(world)
+    config: dict[str, Any] = {"stage": stage, "precision": {"dtype": dtype}}
+    kept: Any = {"process_group": mesh_of(2)}
+    with shared_folder(world) as folder:
+        if world.rank == 0:
+            random_mixture("mixtral", world.seed).save_pretrained(folder / "saved")
+        world.barrier()
+        made = AutoModelForCausalLM.from_pretrained(folder / "saved")
+        losses = []
+        for mesh in (mesh_of(1), mesh_of(2)):
+            if by == "call":
+                model = apply_expert_parallel(copy.deepcopy(made), mesh)
+            else:
+                model = from_pretrained(AutoModelForCausalLM, folder / "saved", config, process_group=mesh)
+            optimizer = optimizer_of(model)
+            model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=mesh)
+            if mesh is mesh_of(2):
+                zero_ext.save_checkpoint(folder / "checkpoint", model).wait()
+            losses.append(mean_losses(world, model, optimizer, batches(world.seed, world.size, 2)))
+        assert {each.dtype for each in model.parameters()} == {DTYPES[dtype]}
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0, msg=f"seed {world.seed}")
+        # Master weights have the values from before the conversion.
+        again = apply_expert_parallel(mixture_of("mixtral", world.seed + 1), mesh_of(2))
+        again, _ = zero_ext.prepare(again, optimizer_of(again), {"stage": 3}, **kept)
+        zero_ext.load_checkpoint(folder / "checkpoint", again)
+        assert_same(zero_ext.full_state_dict(again), made.state_dict(), f"seed {world.seed}")
+
+
+@on_ranks(2)
+def test_models_with_spread_experts_are_copied(world: World) -> None:
+    enter(world)
+    with shared_folder(world) as folder:
+        if world.rank == 0:
+            random_mixture("mixtral", world.seed).save_pretrained(folder / "saved")
+        world.barrier()
+        made = AutoModelForCausalLM.from_pretrained(folder / "saved")
+        group: Any = {"process_group": mesh_of(2)}
+        model = from_pretrained(AutoModelForCausalLM, folder / "saved", {"stage": 3}, **group)
+        copied = copy.deepcopy(model)
+        copied, _ = zero_ext.prepare(copied, optimizer_of(copied), {"stage": 3}, **group)
+        assert_same(zero_ext.full_state_dict(copied), made.state_dict(), f"seed {world.seed}")
 
 
 def _without_down_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -152,14 +152,30 @@ def test_full_values_are_loaded_and_returned(world: World, stage: int) -> None:
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_split_tensors_are_converted_like_full_ones(world: World, stage: int) -> None:
+    config = {"stage": stage, "precision": {"dtype": "bf16"}}
+    split_in_two, whole = course_of(world.seed, 2, config), course_of(world.seed, 1, config)
+    made = {name: value.bfloat16() for name, value in seeded(world.seed).state_dict().items()}
+    found = zero_ext.full_state_dict(split_in_two.model)
+    assert all(torch.equal(found[name], value) for name, value in made.items())
+    words, wanted = batches(world.seed, 1)[0]
+    for course in (split_in_two, whole):
+        course.model.backward(loss_of(course.model, words, wanted))
+    for parameter, other in zip(split_in_two.model.parameters(), whole.model.parameters(), strict=True):
+        assert parameter.dtype == torch.bfloat16
+        gradient, expected = zero_ext.full_gradient(parameter), zero_ext.full_gradient(other)
+        assert gradient.dtype == expected.dtype
+        torch.testing.assert_close(gradient, expected, rtol=5e-2, atol=2e-3)
+
+
+@on_ranks(4)
 def test_splits_that_cannot_be_sharded(world: World) -> None:
     model = split(Words(), mesh_of(2), False)
     with pytest.raises(ValueError, match="expected a split over the tensor-parallel ranks"):
         zero_ext.prepare(model, None, {"stage": 3})
     with pytest.raises(ValueError, match="expected a split over the tensor-parallel ranks"):
         zero_ext.prepare(model, None, {"stage": 3}, process_group=mesh_of(4))
-    with pytest.raises(ValueError, match="Convert the model before it is split"):
-        zero_ext.prepare(model, None, {"precision": {"dtype": "bf16"}}, process_group=mesh_of(2))
     for kind in (zero_ext.Lamb, zero_ext.OneBitAdam, torch.optim.Adafactor):
         optimizer = kind(model.parameters())
         with pytest.raises(ValueError, match=r"Use torch\.optim\.AdamW"):

@@ -93,7 +93,7 @@ def check_parameters(
             )
         tensor = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
         ranks = list(expert_ranks(parameter)) or tensor
-        check_placement(name, parameter, ranks, dtype)
+        check_placement(name, parameter, ranks)
         value: Any = parameter
         if not is_distributed(parameter) and is_traceable_wrapper_subclass(value):
             raise ValueError(

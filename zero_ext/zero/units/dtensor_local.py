@@ -33,8 +33,13 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
-    """Make ``tensor`` the local tensor of ``parameter``."""
+    """Make ``tensor`` the local tensor of ``parameter``, which takes its dtype."""
     if is_distributed(parameter):
+        if tensor.dtype != parameter.dtype:
+            # The wrapper has a dtype of its own, which autograd converts gradients to.
+            value: Any = like_parameter(parameter, tensor)
+            set_data(parameter, value)
+            parameter._spec = value._spec
         parameter._local_tensor = tensor
     else:
         set_data(parameter, tensor)
@@ -123,15 +128,15 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
     return gradient._local_tensor
 
 
-def check_placement(name: str, parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` if the local tensor of parameter ``name`` cannot be sharded in ``dtype``.
-    ``ranks`` are the tensor-parallel ones."""
-    problem = _problem_of(parameter, ranks, dtype)
+def check_placement(name: str, parameter: torch.Tensor, ranks: list[int]) -> None:
+    """Raise ``ValueError`` if the local tensor of parameter ``name`` cannot be sharded. ``ranks`` are the
+    tensor-parallel ones."""
+    problem = _problem_of(parameter, ranks)
     if problem:
         raise ValueError(f"parameter '{name}': {problem}")
 
 
-def _problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> str | None:
+def _problem_of(parameter: torch.Tensor, ranks: list[int]) -> str | None:
     if not is_distributed(parameter):
         return None
     mesh = parameter.device_mesh
@@ -139,11 +144,6 @@ def _problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -
         return (
             f"expected a split over the tensor-parallel ranks {ranks}, got {mesh.mesh.tolist()}. Split it "
             "over mesh['tp'] of the mesh that is given to zero_ext.prepare."
-        )
-    if parameter.dtype != dtype:
-        return (
-            f"expected {dtype}, as 'precision.dtype' says, got {parameter.dtype}, split already. Convert the "
-            f"model before it is split (model.to({dtype}))."
         )
     if not all(type(each).__name__ in _KNOWN for each in parameter.placements):
         known = ", ".join(_KNOWN)

@@ -129,10 +129,10 @@ class ReleasedTensor:
             return memo[id(self)]
         parameter, view_spec = origin(self)
         value = _access(parameter).read(parameter)
+        # DTensor's own constructor has other arguments.
+        kind: Any = nn.Parameter if is_distributed(value) else plain_class(parameter)
         made = (
-            plain_class(parameter)(value, parameter.requires_grad)
-            if view_spec is None
-            else view_spec.view_into(value).clone()
+            kind(value, parameter.requires_grad) if view_spec is None else view_spec.view_into(value).clone()
         )
         memo[id(self)] = made
         return made
