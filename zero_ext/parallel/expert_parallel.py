@@ -79,7 +79,7 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> Model:
         raise ValueError(
             f"{type(model).__name__}: expected a model with experts that are stacked in parameters [experts, "
             f"m, n] and called with tokens, indices and weights, got {described_experts(model) or 'none'}. "
-            "Leave apply_expert_parallel out, or build the model from MixtureOfExperts."
+            "Leave apply_expert_parallel and the mesh's 'ep' out, or build the model from MixtureOfExperts."
         )
     for name, module in stacks.items():
         problem = _problem_of(module, ranks)

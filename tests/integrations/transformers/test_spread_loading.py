@@ -164,7 +164,7 @@ def test_a_skeleton_without_values_is_spread_and_loads_a_checkpoint(world: World
 def test_spread_experts_are_converted_like_full_ones(world: World, by: str, stage: int, dtype: str) -> None:
     enter(world)
     config: dict[str, Any] = {"stage": stage, "precision": {"dtype": dtype}}
-    kept: Any = {"process_group": mesh_of(2)}
+    group: Any = {"process_group": mesh_of(2)}
     with shared_folder(world) as folder:
         if world.rank == 0:
             random_mixture("mixtral", world.seed).save_pretrained(folder / "saved")
@@ -185,7 +185,7 @@ def test_spread_experts_are_converted_like_full_ones(world: World, by: str, stag
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0, msg=f"seed {world.seed}")
         # Master weights have the values from before the conversion.
         again = apply_expert_parallel(mixture_of("mixtral", world.seed + 1), mesh_of(2))
-        again, _ = zero_ext.prepare(again, optimizer_of(again), {"stage": 3}, **kept)
+        again, _ = zero_ext.prepare(again, optimizer_of(again), {"stage": 3}, **group)
         zero_ext.load_checkpoint(folder / "checkpoint", again)
         assert_same(zero_ext.full_state_dict(again), made.state_dict(), f"seed {world.seed}")
 
@@ -201,6 +201,8 @@ def test_models_with_spread_experts_are_copied(world: World) -> None:
         group: Any = {"process_group": mesh_of(2)}
         model = from_pretrained(AutoModelForCausalLM, folder / "saved", {"stage": 3}, **group)
         copied = copy.deepcopy(model)
+        with pytest.raises(RuntimeError, match=r"got shards\. Call zero_ext\.prepare"):
+            model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
         copied, _ = zero_ext.prepare(copied, optimizer_of(copied), {"stage": 3}, **group)
         assert_same(zero_ext.full_state_dict(copied), made.state_dict(), f"seed {world.seed}")
 

@@ -155,14 +155,14 @@ def test_full_values_are_loaded_and_returned(world: World, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_split_tensors_are_converted_like_full_ones(world: World, stage: int) -> None:
     config = {"stage": stage, "precision": {"dtype": "bf16"}}
-    split_in_two, whole = course_of(world.seed, 2, config), course_of(world.seed, 1, config)
+    split_in_two, unsplit = course_of(world.seed, 2, config), course_of(world.seed, 1, config)
     made = {name: value.bfloat16() for name, value in seeded(world.seed).state_dict().items()}
     found = zero_ext.full_state_dict(split_in_two.model)
     assert all(torch.equal(found[name], value) for name, value in made.items())
     words, wanted = batches(world.seed, 1)[0]
-    for course in (split_in_two, whole):
+    for course in (split_in_two, unsplit):
         course.model.backward(loss_of(course.model, words, wanted))
-    for parameter, other in zip(split_in_two.model.parameters(), whole.model.parameters(), strict=True):
+    for parameter, other in zip(split_in_two.model.parameters(), unsplit.model.parameters(), strict=True):
         assert parameter.dtype == torch.bfloat16
         gradient, expected = zero_ext.full_gradient(parameter), zero_ext.full_gradient(other)
         assert gradient.dtype == expected.dtype

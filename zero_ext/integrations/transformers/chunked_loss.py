@@ -318,7 +318,7 @@ def _head_problem(head: Any) -> str | None:
     if type(linear) is not nn.Linear or "forward" in vars(linear) or "forward" in vars(head):
         found = "none" if linear is None else f"{type(linear).__module__}.{type(linear).__name__}"
         if type(linear) is nn.Linear:
-            found = "one whose forward is replaced, as transformers' tp_plan and Accelerate's hooks do"
+            found = "one with another forward, as of transformers' tp_plan and Accelerate's hooks"
         return (
             f"head: expected a plain nn.Linear from get_output_embeddings(), or one with LoRA, got {found}. "
             f"Leave the head out of other adapters and of quantization, {_WITHOUT}"

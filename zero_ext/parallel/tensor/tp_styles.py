@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero_ext.parallel.tensor.auto_tp_plan import HEADS
 from zero_ext.zero.units.dtensor_local import is_distributed, like_parameter, local_tensor
+from zero_ext.zero.units.presharded import presharded_of
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -316,6 +317,11 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
     """Replace the distributed parameters that ``module`` itself has by this rank's slices, for a while."""
     own: dict[str, Any] = module._parameters
     distributed = {name: each for name, each in own.items() if is_distributed(each)}
+    if any(presharded_of(own[name]) is not None for name in distributed):
+        raise RuntimeError(
+            f"{type(module).__name__}: expected the parameters of a prepared model, got shards. Call "
+            "zero_ext.prepare before the first forward."
+        )
     slice_of: Callable[[torch.Tensor], torch.Tensor] = ToLocalSlice.apply
     own.update({name: slice_of(parameter) for name, parameter in distributed.items()})
     try:
