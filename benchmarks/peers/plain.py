@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.harness.shapes import Shape, build_model
-from benchmarks.peers.base import loss_of
+from benchmarks.peers.base import backward_of, loss_of
 from benchmarks.peers.masters import FrugalMasterWeightAdamW, MasterWeightAdamW
 
 
@@ -14,12 +14,11 @@ class PlainTrainer:
         self.model = build_model(shape)
         self.optimizer = MasterWeightAdamW(list(self.model.parameters()))
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(self.model, tokens)
-        loss.backward()
+    def step(self, *micro_batches: torch.Tensor) -> torch.Tensor:
+        loss = backward_of(self.model, micro_batches)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     def gradient_norm(self) -> float:
         return self.optimizer.norm.item()
