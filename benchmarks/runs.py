@@ -10,8 +10,8 @@ _BYTES_MODES = f"{_LLAMA_MODES},zero_one_adam_16"
 _MUON_MODES = "adam,adam@2,adam@4,muon,muon@2,muon@4"  # AdamW and Muon at the best of their rates
 _TO_THE_END = ("--minutes", "1200")
 
-# Model, ranks, tokens, accumulation and minutes of step times beyond those of step-34m and step-239m. These have
-# 2 ranks, 128 tokens and no accumulation, and one rank against the plain loop.
+# Model, ranks, tokens, accumulation and minutes of step times beyond those of step-34m and step-239m. These
+# have 2 ranks, 128 tokens and no accumulation, and one rank against the plain loop.
 _STEPS = (
     ("34m", 1, 128, 1, 8),
     ("34m", 1, 128, 4, 12),
@@ -53,6 +53,9 @@ RUNS = (
     Run("muon_nvme", "muon_nvme", minutes=1, quick=True),
     Run("checkpoint", "checkpoint", minutes=2, quick=True),
     Run("step-34m", "step", ("--models", "34m"), minutes=11),
+    Run("compute_share", "compute_share", minutes=10),
+    Run("compute_share-34m-1024", "compute_share", ("--models", "34m", "--tokens", "1024"), minutes=6),
+    Run("compute_share-239m-512", "compute_share", ("--models", "239m", "--tokens", "512"), minutes=15),
     Run("step-34m-gloo", "step", ("--models", "34m", "--only", _DIRECT_AND_GLOO), minutes=5),
     Run("trainer", "trainer", minutes=6),
     Run("muon", "muon", ("--models", "34m"), minutes=6),

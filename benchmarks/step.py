@@ -117,8 +117,8 @@ def ratios_table(
         note=f"Ratio: median over {rounds} rounds of {steps} steps each, contenders in turn. bfloat16"
         f" parameters, float32 masters, AdamW, clipped to norm 1. {workload.described()}."
         " Peers send through gloo, as zero_ext does where the row says gloo. In its other rows of several"
-        " ranks bulk data goes directly from process to process. Trained alike: losses of all steps and the first"
-        " gradient norm read within 2⁻⁷ relative.",
+        " ranks bulk data goes directly from process to process. Trained alike: losses of all steps and the"
+        " first gradient norm read within 2⁻⁷ relative.",
     )
 
 

@@ -8,7 +8,7 @@ from benchmarks.peers import Contender
 CORES = 2
 LONGEST = 2048  # positions of the Llamas
 # Families with a step of several micro-batches, and those that have to be configured for it.
-ACCUMULATING = ("plain", "ddp", "fsdp2", "deepspeed", "zero_ext")
+ACCUMULATING = ("plain", "compute", "ddp", "fsdp2", "deepspeed", "zero_ext")
 CONFIGURED = ("deepspeed", "zero_ext")
 ACCUMULATED_BYTES = 4.0  # of a parameter, for gradients that wait for the last micro-batch
 

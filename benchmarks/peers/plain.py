@@ -1,4 +1,4 @@
-"""The plain loop: one process, bfloat16 parameters, float32 masters."""
+"""The plain loop: one process, bfloat16 parameters, float32 masters; and its forward and backward alone."""
 
 import torch
 
@@ -22,6 +22,25 @@ class PlainTrainer:
 
     def gradient_norm(self) -> float:
         return self.optimizer.norm.item()
+
+
+class ComputeTrainer:
+    """Forward and backward of the plain model, and nothing else of a step: no optimizer, no communication.
+
+    The gradients stay until the next step, so that their norm can be read.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.model = build_model(shape)
+
+    def step(self, *micro_batches: torch.Tensor) -> torch.Tensor:
+        self.model.zero_grad()
+        return backward_of(self.model, micro_batches)
+
+    def gradient_norm(self) -> float:
+        """Norm of this rank's own gradient."""
+        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).item()
 
 
 class FrugalTrainer:

@@ -63,7 +63,8 @@ def test_missed_bars_of_steps_and_peaks_are_named() -> None:
         "tiny": {key: dict.fromkeys(memory.READINGS, size) for key, size in (("stage3", 1), ("fsdp2", 2))}
     }
     rows = memory.peak_rows([Match("stage3", (("fsdp2", None),))], readings)
-    assert memory.peak_table(rows).rows[0][2:] == ["0.500", "0.500", "0.500", "yes"]
+    assert memory.peak_table(rows).rows[0][2:] == ["0.500", "0.500", "yes", "0.500", "", ""]
+    assert memory.missed_memory(rows) == []
 
 
 def test_every_benchmark_has_a_run_and_every_run_a_name_of_its_own() -> None:
