@@ -138,7 +138,7 @@ def peak_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def missed_memory(rows: list[dict[str, Any]]) -> list[str]:
-    """The comparisons with a peak that is not below the peer's, and those that miss the bar of steady bytes."""
+    """Comparisons with a peak that is not below the peer's, and those that miss the bar of steady bytes."""
     missed = [f"{row['model']}, {row['subject']} / {row['peer']}: peak" for row in rows if not row["met"]]
     return missed + [
         f"{row['model']}, {row['subject']} / {row['peer']}: steady {row['steady']:.3f}, "
