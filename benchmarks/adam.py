@@ -18,11 +18,14 @@ from benchmarks.harness.environment import available_bytes, describe
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import ratio_of_rounds
 from zero_ext import ops
+from zero_ext.config.buffer_sizes import block_count
+from zero_ext.ops.compression import Quantized
 
 LR, BETAS, EPS, WEIGHT_DECAY, SCALE = 1e-4, (0.9, 0.999), 1e-8, 0.01, 0.25
 STREAM_BAR = 0.90  # of the stream's speed
 PIPELINE_BAR = 1.70  # times faster than the peers' pipelines
 AGREEMENT = 1e-5
+EIGHT_BIT_AGREEMENT = 0.1  # of the distance that float32 moments move the masters
 
 
 def buffer(count: int, dtype: torch.dtype) -> Tensor:
@@ -43,12 +46,14 @@ def weights(count: int) -> Tensor:
 
 @dataclass
 class Contender:
-    """Something timed: `step` does one optimizer step, `moved` is the bytes it must read and write."""
+    """Something timed: `step` does one optimizer step, `moved` is the bytes it must read and write. One with
+    `eight_bit` moments is compared with others of the kind."""
 
     name: str
     step: Callable[[], None]
     moved: int
     master: Tensor | None = None
+    eight_bit: bool = False
     seconds: list[float] = field(default_factory=list)
 
 
@@ -75,6 +80,46 @@ def one_pass(count: int, grad: Tensor, moments: torch.dtype) -> Contender:
 
     name = "zero_ext" if moments == torch.float32 else "zero_ext, bfloat16 moments"
     return Contender(name, step, count * (2 + 8 + 4 * moments.itemsize + 2), master)
+
+
+def one_pass_8bit(count: int, grad: Tensor) -> Contender:
+    """The same with moments of a byte per element and a float32 scale per block."""
+    master, param = weights(count), buffer(count, torch.bfloat16)
+    scales = block_count(count)
+    exp_avg, exp_avg_sq = (
+        Quantized(buffer(count, torch.uint8), buffer(scales, torch.float32)) for _ in range(2)
+    )
+    segments, scale = torch.tensor([[0, count]]), torch.tensor(SCALE)
+    hyper = torch.tensor([[LR, *BETAS, EPS, WEIGHT_DECAY, 0, 1, 0]], dtype=torch.float64)
+
+    def step() -> None:
+        hyper[0, 5] += 1
+        ops.adam_step_8bit_(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, scale)
+
+    return Contender(
+        "zero_ext, 8-bit moments", step, count * (2 + 8 + 2) + 4 * (count + 4 * scales), master, True
+    )
+
+
+def bitsandbytes_adamw(count: int, grad: Tensor) -> Contender:
+    """bitsandbytes' AdamW8bit in the peers' pipeline: float32 gradients in, parameters rounded back."""
+    from bitsandbytes.optim import AdamW8bit
+
+    master, param = weights(count), buffer(count, torch.bfloat16)
+    wide = buffer(count, torch.float32)
+    weight = torch.nn.Parameter(master)
+    weight.grad = wide
+    optimizer = AdamW8bit([weight], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+
+    @torch.no_grad()
+    def step() -> None:
+        wide.copy_(grad)
+        wide.mul_(SCALE)
+        optimizer.step()
+        param.copy_(weight)
+
+    moved = count * (6 + 8 + 12 + 6) + 4 * (count + 4 * block_count(count))
+    return Contender("bitsandbytes, AdamW8bit", step, moved, master, True)
 
 
 def pipeline(
@@ -117,17 +162,20 @@ def deepspeed_cpu_adam(weight: Tensor) -> torch.optim.Optimizer:
     return optimizer
 
 
-def contenders(count: int, with_deepspeed: bool) -> list[Contender]:
+def contenders(count: int, with_deepspeed: bool, with_bitsandbytes: bool) -> list[Contender]:
     """Everything that is timed, each with memory of its own."""
     grad = gradient(count)
     found = [
         stream(count),
         one_pass(count, grad, torch.float32),
         one_pass(count, grad, torch.bfloat16),
+        one_pass_8bit(count, grad),
         pipeline("torch, fused AdamW", count, grad, torch_fused),
     ]
     if with_deepspeed:
         found.append(pipeline("DeepSpeed, DeepSpeedCPUAdam", count, grad, deepspeed_cpu_adam))
+    if with_bitsandbytes:
+        found.append(bitsandbytes_adamw(count, grad))
     return found
 
 
@@ -146,7 +194,11 @@ def run_in_turn(all_of_them: list[Contender], rounds: int) -> None:
 
 def check_agreement(all_of_them: list[Contender]) -> float:
     """Largest relative distance of the float32 contenders' masters; RuntimeError when one strays."""
-    exact = [each for each in all_of_them if each.master is not None and "bfloat16 moments" not in each.name]
+    exact = [
+        each
+        for each in all_of_them
+        if each.master is not None and not each.eight_bit and "bfloat16 moments" not in each.name
+    ]
     reference = exact[0].master
     if reference is None:
         raise RuntimeError("no contender holds master weights")
@@ -156,24 +208,40 @@ def check_agreement(all_of_them: list[Contender]) -> float:
             worst = max(worst, float((other.master - reference).norm() / reference.norm()))
     if not worst <= AGREEMENT:
         raise RuntimeError(f"contenders disagree by {worst:.1e} (allowed {AGREEMENT:.0e}): not the same work")
+    check_8bit_agreement(all_of_them, reference)
     return worst
+
+
+def check_8bit_agreement(all_of_them: list[Contender], reference: Tensor) -> None:
+    """RuntimeError if 8-bit moments move the masters elsewhere than to `reference`, of float32 moments."""
+    moved = (reference - weights(reference.numel())).norm()
+    for each in all_of_them:
+        if each.eight_bit and each.master is not None:
+            apart = float((each.master - reference).norm() / moved)
+            if not apart <= EIGHT_BIT_AGREEMENT:
+                raise RuntimeError(
+                    f"{each.name}: expected updates within {EIGHT_BIT_AGREEMENT:g} of float32 moments', got"
+                    f" {apart:.2g}. It does other work than the contenders it is compared with."
+                )
 
 
 def judge(all_of_them: list[Contender], rounds: int) -> tuple[Table, list[dict[str, Any]]]:
     """The table, and the same figures for the JSON file."""
     base, subject = all_of_them[0], all_of_them[1]
+    eight_bit = next(each for each in all_of_them if each.eight_bit)
     table = Table(
         f"AdamW step of {base.moved // 28:,} parameters, bfloat16 gradients in and parameters out",
         ("contender", "ms", "GB/s", "speed of stream", "zero_ext is faster by", "bar", "met"),
         note=f"Medians of {rounds} rounds, all contenders in turn in each; ratios are medians of the rounds'"
         f" ratios, with their 95% interval. {torch.get_num_threads()} threads, all buffers on huge pages. "
         f"GB/s: bytes that the recipe"
-        " must read and write. The stream reads and writes, in place, as many bytes as zero_ext's one pass.",
+        " must read and write. The stream reads and writes, in place, as many bytes as zero_ext's one pass."
+        " bitsandbytes is compared with zero_ext's 8-bit moments, the others with its float32 ones.",
     )
     figures = []
     for each in all_of_them:
         against_stream = ratio_of_rounds(base.seconds, each.seconds)
-        faster = ratio_of_rounds(each.seconds, subject.seconds)
+        faster = ratio_of_rounds(each.seconds, (eight_bit if each.eight_bit else subject).seconds)
         bar, met = None, None
         if each is subject:
             bar, met = STREAM_BAR, against_stream.at_least(STREAM_BAR)
@@ -209,14 +277,15 @@ def main(
     millions: Annotated[float, typer.Option(help="Parameters, in units of 2^20.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each contender.")] = 21,
     deepspeed: Annotated[bool, typer.Option(help="Measure DeepSpeed too; it must be installed.")] = True,
+    bitsandbytes: Annotated[bool, typer.Option(help="Measure bitsandbytes too, likewise.")] = True,
 ) -> None:
     """Time the one-pass step against a stream of the same bytes and the peers; write the result."""
     console = terminal()
     count = int(millions * 2**20)
-    needed = count * 110
+    needed = count * 150
     if available_bytes() < needed:
         raise typer.BadParameter(f"{needed / 2**30:.1f} GiB of free memory needed; ask for fewer --millions")
-    all_of_them = contenders(count, deepspeed)
+    all_of_them = contenders(count, deepspeed, bitsandbytes)
     run_in_turn(all_of_them, rounds)
     disagreement = check_agreement(all_of_them)
     table, figures = judge(all_of_them, rounds)

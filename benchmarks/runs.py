@@ -10,6 +10,36 @@ _BYTES_MODES = f"{_LLAMA_MODES},zero_one_adam_16"
 _MUON_MODES = "adam,adam@2,adam@4,muon,muon@2,muon@4"  # AdamW and Muon at the best of their rates
 _TO_THE_END = ("--minutes", "1200")
 
+# Model, ranks, tokens, accumulation and minutes of step times beyond those of step-34m and step-239m. These
+# have 2 ranks, 128 tokens and no accumulation, and one rank against the plain loop.
+_STEPS = (
+    ("34m", 1, 128, 1, 8),
+    ("34m", 1, 128, 4, 12),
+    ("34m", 1, 1024, 1, 20),
+    ("34m", 1, 1024, 4, 60),
+    ("34m", 2, 128, 4, 20),
+    ("34m", 2, 1024, 1, 30),
+    ("34m", 2, 1024, 4, 90),
+    ("34m", 4, 128, 1, 25),
+    ("34m", 4, 128, 4, 40),
+    ("34m", 4, 1024, 1, 55),
+    ("34m", 4, 1024, 4, 170),
+    ("239m", 1, 128, 1, 30),
+    ("239m", 1, 128, 4, 60),
+    ("239m", 1, 1024, 1, 100),
+    ("239m", 2, 128, 4, 100),
+)
+# DDP and stage 1 with the activations of 1,024 tokens need more memory than the machine of the protocol has.
+_SHARDED = "stage3,stage2,stage3-gloo,stage2-gloo,fsdp2,fsdp2-keep,deepspeed2,deepspeed3"
+
+
+def _step(model: str, ranks: int, tokens: int, accumulation: int, minutes: float, *selection: str) -> Run:
+    sizes = {"ranks": ranks, "tokens": tokens, "accumulation": accumulation}
+    arguments = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    name = "-".join([model, *(f"{name}-{size}" for name, size in sizes.items())])
+    return Run(f"step/{name}", "step", ("--models", model, *arguments, *selection), minutes)
+
+
 RUNS = (
     Run("adam", "adam", minutes=1, quick=True),
     Run("lamb", "lamb", minutes=0.5, quick=True),
@@ -23,6 +53,9 @@ RUNS = (
     Run("muon_nvme", "muon_nvme", minutes=1, quick=True),
     Run("checkpoint", "checkpoint", minutes=2, quick=True),
     Run("step-34m", "step", ("--models", "34m"), minutes=11),
+    Run("compute_share", "compute_share", minutes=10),
+    Run("compute_share-34m-1024", "compute_share", ("--models", "34m", "--tokens", "1024"), minutes=6),
+    Run("compute_share-239m-512", "compute_share", ("--models", "239m", "--tokens", "512"), minutes=15),
     Run("step-34m-gloo", "step", ("--models", "34m", "--only", _DIRECT_AND_GLOO), minutes=5),
     Run("trainer", "trainer", minutes=6),
     Run("muon", "muon", ("--models", "34m"), minutes=6),
@@ -48,6 +81,8 @@ RUNS = (
     Run("parallel_equality", "parallel_equality", minutes=30),
     Run("muon-239m", "muon", ("--models", "239m"), minutes=45),
     Run("step-239m", "step", ("--models", "239m"), minutes=60),
+    *(_step(*each) for each in _STEPS),
+    _step("239m", 2, 1024, 1, 150, "--only", _SHARDED),
     Run("long_sequence", "long_sequence", minutes=110),
     Run("long_quality", "long_quality", minutes=120),
     Run("convergence/8m-bytes", "convergence", ("--modes", _BYTES_MODES, *_TO_THE_END), minutes=200),

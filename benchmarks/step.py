@@ -1,6 +1,6 @@
 """Time of a training step: zero_ext against DDP, FSDP2, DeepSpeed and the plain loop, in turn in one run.
 
-Run from the repository root: python -m benchmarks.step [--models 34m,239m] [--rounds 9] [--steps 4]
+Run from the repository root: python -m benchmarks.step [--models 34m,239m] [--ranks 4] [--tokens 1024]
 """
 
 from dataclasses import asdict
@@ -12,11 +12,12 @@ from rich.console import Console
 
 from benchmarks.harness.duel import Record, run_in_turn
 from benchmarks.harness.environment import describe, total_bytes
-from benchmarks.harness.matches import STEP_MATCHES, Match, select, split_to_fit
+from benchmarks.harness.matches import Match, select, split_to_fit, step_matches
 from benchmarks.harness.ranks import TeamFailure
 from benchmarks.harness.report import Table, conclude, terminal
-from benchmarks.harness.shapes import BATCH_SIZE, SEQUENCE_LENGTH, Shape, shape_named
+from benchmarks.harness.shapes import SEQUENCE_LENGTH, Shape, shape_named
 from benchmarks.harness.statistics import agree, largest_difference, ratio_of_rounds, within
+from benchmarks.harness.workload import DEFAULT_WORKLOAD, Workload
 from benchmarks.peers import contender_named, titles_of
 from benchmarks.peers.deepspeed_operators import compile_operators
 
@@ -95,7 +96,9 @@ def times_table(runs: list[dict[str, Any]]) -> Table:
     return table
 
 
-def ratios_table(rows: list[dict[str, Any]], rounds: int, steps: int) -> Table:
+def ratios_table(
+    rows: list[dict[str, Any]], rounds: int, steps: int, workload: Workload = DEFAULT_WORKLOAD
+) -> Table:
     """The comparison the bars speak of."""
     return Table(
         "Time of a step",
@@ -112,16 +115,21 @@ def ratios_table(rows: list[dict[str, Any]], rounds: int, steps: int) -> Table:
         ),
         [row_of(row) for row in rows],
         note=f"Ratio: median over {rounds} rounds of {steps} steps each, contenders in turn. bfloat16"
-        " parameters, float32 masters, AdamW, clipped to norm 1,"
-        f" {BATCH_SIZE} × {SEQUENCE_LENGTH} tokens per rank. 2 ranks of 1 thread, or 1 rank of 2 threads."
-        " Peers send through gloo, as zero_ext does where the row says gloo. In its other rows of two ranks"
-        " bulk data goes directly from process to process. Trained alike: losses of all steps and the first"
-        " gradient norm read within 2⁻⁷ relative.",
+        f" parameters, float32 masters, AdamW, clipped to norm 1. {workload.described()}."
+        " Peers send through gloo, as zero_ext does where the row says gloo. In its other rows of several"
+        " ranks bulk data goes directly from process to process. Trained alike: losses of all steps and the"
+        " first gradient norm read within 2⁻⁷ relative.",
     )
 
 
 def measure(
-    shapes: list[Shape], matches: list[Match], rounds: int, steps: int, warm_up: int, console: Console
+    shapes: list[Shape],
+    matches: list[Match],
+    rounds: int,
+    steps: int,
+    warm_up: int,
+    console: Console,
+    workload: Workload = DEFAULT_WORKLOAD,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """All matches on all shapes: raw runs, comparison rows, and the failures (which do not stop the rest)."""
     runs: list[dict[str, Any]] = []
@@ -130,10 +138,14 @@ def measure(
     limit = int(MEMORY_SHARE * total_bytes())
     with console.status("starting") as status:
         for shape in shapes:
-            for match in (fitting for each in matches for fitting in split_to_fit(each, shape, limit)):
+            for match in (
+                fitting for each in matches for fitting in split_to_fit(each, shape, limit, workload)
+            ):
                 keys = (match.subject, *match.peers)
                 try:
-                    records = run_in_turn(keys, shape.name, rounds, steps, warm_up, status.update)
+                    records = run_in_turn(
+                        keys, shape.name, rounds, steps, warm_up, status.update, workload=workload
+                    )
                 except (TeamFailure, MemoryError) as failure:
                     failures.append(f"{shape.name}, {' / '.join(keys)}: {failure}")
                     continue
@@ -153,22 +165,41 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 4,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each contender before the first round.")] = 4,
     only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3,fsdp2.")] = "",
+    ranks: Annotated[
+        int, typer.Option(min=0, help="Ranks of every contender; 0: two, and one against the plain loop.")
+    ] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens of a rank's micro-batch.")] = SEQUENCE_LENGTH,
+    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
 ) -> None:
     """Time zero_ext's steps against its peers, print the ratios, write the result."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]
-        matches = select(STEP_MATCHES, [key for key in only.split(",") if key])
+        workload, keys = (
+            Workload(ranks or None, tokens, accumulation),
+            [key for key in only.split(",") if key],
+        )
+        matches = {shape.name: select(step_matches(shape.name, workload), keys) for shape in shapes}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if not matches:
+    if not all(matches.values()):
         raise typer.BadParameter("--only names no zero_ext contender; add one, e.g. stage3")
-    if any(contender_named(peer).family == "deepspeed" for match in matches for peer in match.peers):
+    peers = {peer for each in matches.values() for match in each for peer in match.peers}
+    if any(contender_named(peer).family == "deepspeed" for peer in peers):
         with console.status("compiling DeepSpeed's operators (minutes the first time)"):
             compile_operators()
-    runs, rows, failures = measure(shapes, matches, rounds, steps, warm_up, console)
-    tables = [ratios_table(rows, rounds, steps), times_table(runs)]
-    data = {"environment": describe(), "comparisons": rows, "runs": runs, "failures": failures}
+    runs, rows, failures = [], [], []
+    for shape in shapes:
+        found = measure([shape], matches[shape.name], rounds, steps, warm_up, console, workload)
+        runs, rows, failures = runs + found[0], rows + found[1], failures + found[2]
+    tables = [ratios_table(rows, rounds, steps, workload), times_table(runs)]
+    data = {
+        "environment": describe(),
+        "workload": asdict(workload),
+        "comparisons": rows,
+        "runs": runs,
+        "failures": failures,
+    }
     conclude(console, "step", "Time of a training step", tables, data, [*failures, *missed_bars(rows)])
 
 

@@ -4,16 +4,24 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from benchmarks.harness.formula import STATE_KINDS, relative_excess, state_bytes
 from benchmarks.harness.ranks import Team, TeamFailure
 from benchmarks.harness.report import Table, megabytes
-from benchmarks.harness.shapes import Shape
+from benchmarks.harness.shapes import Shape, build_model
+from benchmarks.peers.base import adamw
+from benchmarks.peers.zero_ext_engine import configuration
+from zero_ext.plan import TrainingState, model_staging, model_state_bytes
 
 STAGES = (0, 1, 2, 3)
 WORLD_SIZES = (1, 2, 4)
 FORMULA_TOLERANCE = 0.03
 RESIDENT_TOLERANCE = 0.05
 RESIDENT_ALLOWANCE = 16 * 2**20
+# Stage and ranks with a bar for live tensors against the planner's formulas, and how far they may be off.
+PLANNED_BARS = ((2, 4),)
+PLANNED_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,8 @@ class Account:
     formula: dict[str, float]
     live_tensors: int
     resident_growth: int
+    planned_state: int
+    planned_staging: int
 
     @property
     def state(self) -> int:
@@ -51,7 +61,25 @@ class Account:
             "formula": abs(self.excess) <= FORMULA_TOLERANCE,
             "live tensors": abs(self.live_tensors - self.total) <= allowed,
             "resident": abs(self.resident_growth - self.total) <= allowed,
+            **({"planner": self.planned} if (self.stage, self.ranks) in PLANNED_BARS else {}),
         }
+
+    @property
+    def planned(self) -> bool:
+        """Whether live tensors are the planned model state within 5%, with up to the planned staging more or
+        less."""
+        allowed = PLANNED_TOLERANCE * self.planned_state + self.planned_staging
+        return abs(self.live_tensors - self.planned_state) <= allowed
+
+
+def planned_bytes(shape: Shape, stage: int, ranks: int) -> tuple[int, int]:
+    """Model state and staging of a rank by the formulas of `zero_ext.plan`, before anything runs."""
+    with torch.device("meta"):
+        model = build_model(shape)
+    config = configuration(stage, 0, False, "fp32", {})
+    staging = model_staging(model, adamw(list(model.parameters())), config, ranks)
+    state = model_state_bytes(stage, ranks, TrainingState(trainable={"bf16": shape.parameters}))
+    return state.total, staging.total
 
 
 def account_of(shape: Shape, stage: int, ranks: int, steps: int) -> Account:
@@ -61,6 +89,7 @@ def account_of(shape: Shape, stage: int, ranks: int, steps: int) -> Account:
         started = team.ask("start", family="zero_ext", options=options, shape=shape.name, threads=1)
         team.ask("steps", unmeasured=steps, measured=0)
         answers = team.ask("account")
+    planned = planned_bytes(shape, stage, ranks)
     accounts = [
         Account(
             shape.name,
@@ -70,6 +99,7 @@ def account_of(shape: Shape, stage: int, ranks: int, steps: int) -> Account:
             state_bytes(shape.parameters, stage, ranks),
             answer["live_tensors"],
             answer["resident"] - begin["before"],
+            *planned,
         )
         for begin, answer in zip(started, answers, strict=True)
     ]
@@ -97,7 +127,7 @@ def measure_account(
 def account_bars(accounts: list[dict[str, Any]]) -> dict[str, bool]:
     """Every bar once: met only if all accounts meet it."""
     names = dict.fromkeys(name for account in accounts for name in account["bars"])
-    return {name: all(account["bars"][name] for account in accounts) for name in names}
+    return {name: all(account["bars"].get(name, True) for account in accounts) for name in names}
 
 
 def account_table(accounts: list[dict[str, Any]]) -> Table:
@@ -135,6 +165,30 @@ def account_table(accounts: list[dict[str, Any]]) -> Table:
                 megabytes(account["live_tensors"]),
                 megabytes(account["resident_growth"]),
                 "yes" if not missed else "no: " + ", ".join(missed),
+            ]
+        )
+    return table
+
+
+def planned_table(accounts: list[dict[str, Any]]) -> Table:
+    """Live tensors against the planner's formulas, MB per rank."""
+    table = Table(
+        "Live tensors of a rank against the planner's formulas, MB (10⁶)",
+        ("stage", "ranks", "live tensors", "model state", "staging", "beyond model state", "bar", "met"),
+        note="Model state by `model_state_bytes`, staging by `model_staging`, both before anything runs. Bar:"
+        " live tensors within 5% of the model state, plus or minus the staging.",
+    )
+    for account in accounts:
+        state, staging = account["planned_state"], account["planned_staging"]
+        met = account["bars"].get("planner")
+        table.rows.append(
+            [
+                f"{account['model']} stage {account['stage']}",
+                str(account["ranks"]),
+                *(megabytes(each) for each in (account["live_tensors"], state, staging)),
+                megabytes(account["live_tensors"] - state),
+                "" if met is None else f"± {megabytes(PLANNED_TOLERANCE * state + staging)}",
+                "" if met is None else ("yes" if met else "no"),
             ]
         )
     return table

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.harness.shapes import Shape
+from benchmarks.harness.shapes import SEQUENCE_LENGTH, Shape
+from benchmarks.harness.workload import DEFAULT_WORKLOAD, Workload
 from benchmarks.peers import contender_named
 
 LIBRARIES_BYTES = 600 * 2**20
@@ -21,18 +22,24 @@ class Match:
         return tuple(peer for peer, _ in self.bars)
 
 
+# Bars of two ranks and one micro-batch of SEQUENCE_LENGTH tokens per step.
 STEP_MATCHES = (
-    Match("stage3", (("fsdp2", 0.70), ("deepspeed3", 0.70))),
-    Match("stage2", (("fsdp2-keep", 0.75), ("deepspeed2", 0.75))),
-    Match("stage1", (("ddp", 1.10), ("deepspeed1", None))),
-    Match("stage3-gloo", (("fsdp2", None), ("deepspeed3", None))),
+    Match("stage3", (("fsdp2", 0.50), ("deepspeed3", 0.50))),
+    Match("stage2", (("fsdp2-keep", 0.60), ("deepspeed2", 0.60))),
+    Match("stage1", (("ddp", 0.85), ("deepspeed1", None))),
+    Match("stage3-gloo", (("fsdp2", 0.70), ("deepspeed3", 0.70))),
     Match("stage2-gloo", (("fsdp2-keep", None), ("deepspeed2", None))),
-    Match("stage1-gloo", (("ddp", None),)),
+    Match("stage1-gloo", (("ddp", None), ("deepspeed1", None))),
     Match("stage0", (("ddp", None),)),
     Match("stage3@1", (("plain@1", 1.02),)),
     Match("stage2@1", (("plain@1", 1.02),)),
     Match("stage1@1", (("plain@1", 1.02),)),
 )
+
+# Bars of two ranks and one micro-batch per step, by model, tokens and subject, for all its peers.
+LONG_STEP_BARS = {
+    ("34m", 1024): {"stage3": 0.80, "stage3-gloo": 0.90},
+}
 
 OFFLOAD_MATCHES = (
     Match("stage3-host", (("deepspeed3-host", None),)),
@@ -61,6 +68,32 @@ MEMORY_MATCHES = (
 )
 
 
+def step_matches(model: str, workload: Workload) -> list[Match]:
+    """STEP_MATCHES of the workload's ranks, with the bars that it has on a model.
+
+    One rank is compared with the plain loop, too, and has no transport. Bars of one rank are those of every
+    workload. With more ranks than two or several micro-batches, ratios are only shown.
+    """
+    ranks, found = workload.ranks, []
+    for match in STEP_MATCHES:
+        fixed = match.subject.endswith("@1")
+        if (fixed and ranks not in (None, 1)) or (ranks == 1 and match.subject.endswith("-gloo")):
+            continue
+        if not fixed:
+            match = replace(match, bars=_bars(match, model, workload))
+        found.append(match)
+    return found
+
+
+def _bars(match: Match, model: str, workload: Workload) -> tuple[tuple[str, float | None], ...]:
+    if workload.ranks not in (None, 2) or workload.accumulation > 1:
+        return tuple((peer, None) for peer in match.peers)
+    if workload.tokens == SEQUENCE_LENGTH:
+        return match.bars
+    bar = LONG_STEP_BARS.get((model, workload.tokens), {}).get(match.subject)
+    return tuple((peer, bar) for peer in match.peers)
+
+
 def select(matches: Sequence[Match], only: Sequence[str]) -> list[Match]:
     """The matches left when just the contenders in `only` take part; empty `only` keeps all.
 
@@ -78,18 +111,22 @@ def select(matches: Sequence[Match], only: Sequence[str]) -> list[Match]:
     ]
 
 
-def expected_bytes(keys: Sequence[str], shape: Shape) -> int:
+def expected_bytes(keys: Sequence[str], shape: Shape, workload: Workload = DEFAULT_WORKLOAD) -> int:
     """Rough bytes that these contenders' ranks need together."""
-    contenders = [contender_named(key) for key in keys]
+    contenders = [workload.applied_to(contender_named(key)) for key in keys]
+    activations = workload.activation_bytes(shape)
     return sum(
-        contender.ranks * (LIBRARIES_BYTES + int(contender.bytes_per_parameter * shape.parameters))
+        contender.ranks
+        * (LIBRARIES_BYTES + activations + int(contender.bytes_per_parameter * shape.parameters))
         for contender in contenders
     )
 
 
-def split_to_fit(match: Match, shape: Shape, limit_bytes: int) -> list[Match]:
+def split_to_fit(
+    match: Match, shape: Shape, limit_bytes: int, workload: Workload = DEFAULT_WORKLOAD
+) -> list[Match]:
     """The match whole if all its ranks fit in `limit_bytes`, else one match of the subject per peer."""
-    if expected_bytes((match.subject, *match.peers), shape) <= limit_bytes:
+    if expected_bytes((match.subject, *match.peers), shape, workload) <= limit_bytes:
         return [match]
     return [replace(match, bars=(bar,)) for bar in match.bars]
 

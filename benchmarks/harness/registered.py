@@ -18,8 +18,9 @@ _SCRIPT = re.compile(r'from benchmarks\.(\w+) import|"(\w+)\.py"')
 class Run:
     """One line of `benchmarks/runs.py`; `name` is that of its files in `benchmarks/results`.
 
-    Rounds, steps and sizes are the defaults of the script, so `arguments` select rows. `minutes` is what it
-    takes on two cores, `quick` makes it one of `make bench-quick`.
+    Rounds and steps are the defaults of the script, so `arguments` select rows and, for step times, the
+    workload: ranks, tokens and accumulation. `minutes` is what it takes on two cores, `quick` makes it one
+    of `make bench-quick`.
     """
 
     name: str

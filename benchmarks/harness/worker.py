@@ -22,6 +22,9 @@ from benchmarks.harness.shapes import SEQUENCE_LENGTH, batch_for, build_model, s
 from benchmarks.peers import Trainer, trainer_class
 from benchmarks.peers.base import loss_of
 
+# Peers that need a process group for one rank, too. The others run without one, or make their own.
+GROUP_FAMILIES = ("ddp", "fsdp2")
+
 
 class Rank:
     """State of this process: its trainer, and how many steps it has made."""
@@ -45,6 +48,8 @@ class Rank:
         if "WORLD_SIZE" in os.environ:
             dist.init_process_group("gloo")
             dist.all_reduce(torch.zeros(1))
+        elif family in GROUP_FAMILIES:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         process_memory.return_free_pages()
         before = process_memory.resident_bytes()
         process_memory.reset_peak()
@@ -57,13 +62,15 @@ class Rank:
             "resident": process_memory.resident_bytes(),
         }
 
-    def steps(self, unmeasured: int, measured: int, length: int = SEQUENCE_LENGTH) -> dict[str, Any]:
-        """Train on sequences of `length` tokens; seconds are those of the measured steps alone, between two
-        barriers."""
-        losses = [self._step(length) for _ in range(unmeasured)]
+    def steps(
+        self, unmeasured: int, measured: int, length: int = SEQUENCE_LENGTH, accumulation: int = 1
+    ) -> dict[str, Any]:
+        """Train on sequences of `length` tokens, `accumulation` micro-batches per step; seconds are those of
+        the measured steps alone, between two barriers."""
+        losses = [self._step(length, accumulation) for _ in range(unmeasured)]
         self._barrier()
         cpu, began = time.process_time(), time.perf_counter()
-        losses += [self._step(length) for _ in range(measured)]
+        losses += [self._step(length, accumulation) for _ in range(measured)]
         self._barrier()
         return {
             "seconds": time.perf_counter() - began,
@@ -71,10 +78,11 @@ class Rank:
             "losses": [loss.item() for loss in losses],
         }
 
-    def _step(self, length: int) -> torch.Tensor:
-        tokens = batch_for(self.shape, self.rank, self.steps_done, length)
+    def _step(self, length: int, accumulation: int = 1) -> torch.Tensor:
+        first = self.steps_done * accumulation
+        numbers = range(first, first + accumulation)
         self.steps_done += 1
-        return self._trainer().step(tokens)
+        return self._trainer().step(*(batch_for(self.shape, self.rank, each, length) for each in numbers))
 
     def gradient_norm(self) -> float:
         """Global norm of the last step's gradient, before clipping."""

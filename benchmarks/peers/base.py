@@ -1,7 +1,10 @@
 """What the harness asks of a contender, and the hyper-parameters all of them share."""
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +34,9 @@ def nvme_folder() -> str:
 class Trainer(Protocol):
     """One rank of a contender: a model and an optimizer that train by whole steps."""
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Forward, backward, clip, update, clear gradients. tokens int64 [batch, sequence]; 0-d loss out."""
+    def step(self, *micro_batches: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of each micro-batch, then clip, update, clear gradients. Token ids int64
+        [batch, sequence]; 0-d mean loss out. Some contenders have steps of one micro-batch only."""
 
     def gradient_norm(self) -> float:
         """Global gradient norm of the last step before clipping; called by all ranks together."""
@@ -48,6 +52,31 @@ class BreakdownTrainer(Trainer, Protocol):
 def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Next-token loss of a causal language model; tokens int64 [batch, sequence], 0-d loss out."""
     return model(input_ids=tokens, labels=tokens).loss
+
+
+def backward_of(
+    model: torch.nn.Module,
+    micro_batches: tuple[torch.Tensor, ...],
+    unsynchronized: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> torch.Tensor:
+    """Forward and backward of all micro-batches of a step; gradients add up to those of the mean loss.
+
+    Args:
+        model: a causal language model.
+        micro_batches: token ids, int64 [batch, sequence].
+        unsynchronized: makes the context of all micro-batches but the last, in which gradients are not sent.
+
+    Returns:
+        The mean loss, 0-d.
+    """
+    losses = []
+    for number, tokens in enumerate(micro_batches, 1):
+        last = number == len(micro_batches)
+        with contextlib.nullcontext() if last else unsynchronized():
+            loss = loss_of(model, tokens) / len(micro_batches)
+            loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
 
 
 def muon_serves(name: str, parameter: torch.Tensor) -> bool:

@@ -121,6 +121,7 @@ CONTENDERS = {
             2,
             20.0,
         ),
+        Contender("compute", "forward and backward alone", "compute", {}, 2, 1, 8.0),
         Contender("ddp", "DDP, fp32 masters", "ddp", {}, 2, 1, 24.0),
         Contender("fsdp2-keep", "FSDP2, no reshard", "fsdp2", {"reshard_after_forward": False}, 2, 1, 17.0),
         Contender("fsdp2", "FSDP2, reshard", "fsdp2", {"reshard_after_forward": True}, 2, 1, 17.0),
@@ -207,6 +208,7 @@ def titles_of(subject: str, peer: str, model: str) -> str:
 TRAINERS = {
     "plain": ("benchmarks.peers.plain", "PlainTrainer"),
     "frugal": ("benchmarks.peers.plain", "FrugalTrainer"),
+    "compute": ("benchmarks.peers.plain", "ComputeTrainer"),
     "ddp": ("benchmarks.peers.ddp", "DDPTrainer"),
     "fsdp2": ("benchmarks.peers.fsdp2", "FSDP2Trainer"),
     "deepspeed": ("benchmarks.peers.deepspeed_zero", "DeepSpeedTrainer"),

@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.shapes import Shape, build_model
-from benchmarks.peers.base import loss_of
+from benchmarks.peers.base import backward_of
 from benchmarks.peers.masters import MasterWeightAdamW
 
 
@@ -22,12 +22,11 @@ class DDPTrainer:
         self.model = DistributedDataParallel(build_model(shape), **arguments)
         self.optimizer = MasterWeightAdamW(list(self.model.parameters()))
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(self.model, tokens)
-        loss.backward()
+    def step(self, *micro_batches: torch.Tensor) -> torch.Tensor:
+        loss = backward_of(self.model, micro_batches, self.model.no_sync)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     def gradient_norm(self) -> float:
         return self.optimizer.norm.item()

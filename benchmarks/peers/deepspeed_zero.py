@@ -60,12 +60,13 @@ def configuration(
     largest: int = 0,
     rule: str = "adamw",
     settings: Mapping[str, Any] | None = None,
+    accumulation: int = 1,
 ) -> dict:
     """The JSON a DeepSpeed user would write; everything unsaid keeps DeepSpeed's default. ``settings`` are
     values by the path of their key, "zero_optimization.overlap_comm"."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIP_NORM,
         "steps_per_print": NEVER,
         "bf16": {"enabled": True},
@@ -87,6 +88,7 @@ class DeepSpeedTrainer:
         params: str = "device",
         rule: str = "adamw",
         settings: Mapping[str, Any] | None = None,
+        accumulation: int = 1,
     ) -> None:
         model = build_model(shape)
         if rule == "muon":
@@ -99,17 +101,21 @@ class DeepSpeedTrainer:
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         deepspeed.init_distributed(dist_backend="gloo")
-        config = configuration(stage, optimizer, params, largest, rule, settings)
+        config = configuration(stage, optimizer, params, largest, rule, settings, accumulation)
         self.engine, *_ = deepspeed.initialize(model=model, config=config)
         # The engine casts float buffers to bfloat16; the rotary ones go back to what the others compute with.
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name]
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(self.engine, tokens)
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss.detach()
+    def step(self, *micro_batches: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for tokens in micro_batches:
+            # The engine divides the gradients by the number of micro-batches, and steps after the last.
+            loss = loss_of(self.engine, tokens)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     def gradient_norm(self) -> float:
         return float(self.engine.get_global_grad_norm())

@@ -1,6 +1,7 @@
 """torch's FSDP2 (`fully_shard`): float32 shards as masters, bfloat16 compute and communication."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.harness.shapes import Shape, build_model
-from benchmarks.peers.base import CLIP_NORM, adamw, loss_of
+from benchmarks.peers.base import CLIP_NORM, adamw, backward_of
 from benchmarks.peers.gathered_muon import GatheredMuon
 
 
@@ -50,13 +51,22 @@ class FSDP2Trainer:
         self.optimizer = GatheredMuon(self.model) if muon else adamw(list(self.model.parameters()))
         self.norm = torch.zeros(())
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(self.model, tokens)
-        loss.backward()
+    def step(self, *micro_batches: torch.Tensor) -> torch.Tensor:
+        loss = backward_of(self.model, micro_batches, self._unsynchronized)
         self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss
+
+    @contextmanager
+    def _unsynchronized(self) -> Iterator[None]:
+        """Leave gradients unsharded, as torch's counterpart of DDP's no_sync."""
+        model: Any = self.model
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
 
     def gradient_norm(self) -> float:
         return self.norm.full_tensor().item()  # type: ignore[attr-defined]

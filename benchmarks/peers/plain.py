@@ -1,9 +1,9 @@
-"""The plain loop: one process, bfloat16 parameters, float32 masters."""
+"""The plain loop: one process, bfloat16 parameters, float32 masters; and its forward and backward alone."""
 
 import torch
 
 from benchmarks.harness.shapes import Shape, build_model
-from benchmarks.peers.base import loss_of
+from benchmarks.peers.base import backward_of, loss_of
 from benchmarks.peers.masters import FrugalMasterWeightAdamW, MasterWeightAdamW
 
 
@@ -14,15 +14,33 @@ class PlainTrainer:
         self.model = build_model(shape)
         self.optimizer = MasterWeightAdamW(list(self.model.parameters()))
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(self.model, tokens)
-        loss.backward()
+    def step(self, *micro_batches: torch.Tensor) -> torch.Tensor:
+        loss = backward_of(self.model, micro_batches)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     def gradient_norm(self) -> float:
         return self.optimizer.norm.item()
+
+
+class ComputeTrainer:
+    """Forward and backward of the plain model, and nothing else of a step: no optimizer, no communication.
+
+    The gradients stay until the next step, so that their norm can be read.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.model = build_model(shape)
+
+    def step(self, *micro_batches: torch.Tensor) -> torch.Tensor:
+        self.model.zero_grad()
+        return backward_of(self.model, micro_batches)
+
+    def gradient_norm(self) -> float:
+        """Norm of this rank's own gradient."""
+        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).item()
 
 
 class FrugalTrainer:

@@ -17,7 +17,7 @@ from benchmarks.peers.base import (
     MUON,
     WEIGHT_DECAY,
     adamw,
-    loss_of,
+    backward_of,
     muon_serves,
     nvme_folder,
 )
@@ -33,7 +33,8 @@ class ZeroExtTrainer:
     models larger than memory: initialized in their tier, updated inside backward, unclipped. ``long`` is for
     long sequences: blocks are checkpointed to NVMe, loss and MLP are computed in chunks. ``transport``
     "gloo" sends bulk data through ``torch.distributed``'s group, as where ranks may not read each other's
-    memory, "direct" as the library chooses.
+    memory, "direct" as the library chooses. ``accumulation`` is the number of micro-batches of a step, the
+    gradients of which are sent once.
     """
 
     def __init__(
@@ -46,11 +47,14 @@ class ZeroExtTrainer:
         transport: str = "direct",
         rule: str = "adamw",
         long: bool = False,
+        accumulation: int = 1,
         **tiers: str,
     ) -> None:
         if transport == "gloo":
             process_group.fastest_host_transport = _through_group
         config = configuration(stage, tiles, frugal, moments, tiers)
+        if accumulation > 1:
+            config["batch"] = {"gradient_accumulation_steps": accumulation}
         if long:
             config |= {"loss": {"chunk_tokens": "auto"}, "mlp": {"chunk_tokens": "auto"}}
             config["activation_checkpointing"] = {"tier": "nvme", "nvme_paths": [nvme_folder()]}
@@ -61,12 +65,11 @@ class ZeroExtTrainer:
         optimizer = _muon(model) if rule == "muon" else adamw(list(model.parameters()))
         self.model, self.optimizer = zero_ext.prepare(model, optimizer, config=config)
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(self.model, tokens)
-        loss.backward()
+    def step(self, *micro_batches: torch.Tensor) -> torch.Tensor:
+        loss = backward_of(self.model, micro_batches, self.model.no_sync)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     def close(self) -> None:
         """The model goes, and its files with it."""

@@ -63,7 +63,8 @@ def test_missed_bars_of_steps_and_peaks_are_named() -> None:
         "tiny": {key: dict.fromkeys(memory.READINGS, size) for key, size in (("stage3", 1), ("fsdp2", 2))}
     }
     rows = memory.peak_rows([Match("stage3", (("fsdp2", None),))], readings)
-    assert memory.peak_table(rows).rows[0][2:] == ["0.500", "0.500", "0.500", "yes"]
+    assert memory.peak_table(rows).rows[0][2:] == ["0.500", "0.500", "yes", "0.500", "", ""]
+    assert memory.missed_memory(rows) == []
 
 
 def test_every_benchmark_has_a_run_and_every_run_a_name_of_its_own() -> None:
@@ -74,9 +75,19 @@ def test_every_benchmark_has_a_run_and_every_run_a_name_of_its_own() -> None:
     assert 5 < sum(run.minutes for run in RUNS if run.quick) < 15
 
 
-def test_a_run_leaves_rounds_steps_and_sizes_to_the_script() -> None:
+def test_a_run_leaves_rounds_and_steps_to_the_script() -> None:
     options = {word for run in RUNS for word in run.arguments if word.startswith("--")}
-    assert options <= {"--models", "--only", "--modes", "--what", "--seeds", "--minutes", "--threads"}
+    workload = {"--ranks", "--tokens", "--accumulation"}
+    assert options <= {
+        "--models",
+        "--only",
+        "--modes",
+        "--what",
+        "--seeds",
+        "--minutes",
+        "--threads",
+        *workload,
+    }
 
 
 def test_a_command_is_a_run_only_with_exactly_its_arguments() -> None:
