@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zero_ext.checkpoint import saving
+from zero_ext.checkpoint.api import random_states
 from zero_ext.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
@@ -28,7 +29,6 @@ from zero_ext.checkpoint.load_plan import LoadPlan, plan_load
 from zero_ext.checkpoint.shard_file import saved_slices
 from zero_ext.checkpoint.state_slices import CheckpointSlice
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
-from zero_ext.zero.construction.rank_consistency import of_all_ranks
 
 HEADER_BYTES = 8
 
@@ -47,7 +47,7 @@ class CheckpointPlans:
         """Return the manifest without its slices, random states of all ranks included, and this rank's
         slices; a collective."""
         everyone = self._engine.collectives
-        extra = {"random": of_all_ranks(everyone, torch.get_rng_state(), "random states")}
+        extra = {"random": random_states(everyone, torch.get_rng_state(), "random states")}
         buffers = self._source.buffers()
         manifest = saving._describe(self._source, buffers, 0, None, extra)
         own = buffers if self._source.rank == 0 else {}
