@@ -1,5 +1,5 @@
-"""1,024 simulated ranks: bytes of a rank against the formula, and the time to set up a 7B model. Then the costs
-of one rank besides its shards as N grows, which must stay flat.
+"""1,024 simulated ranks: bytes of a rank against the formula, and the time to set up a 7B model. Then the
+costs of one rank besides its shards as N grows. Set-up and memory must stay flat.
 
 Run from the repository root: python -m benchmarks.scale [--model 7b] [--ranks 1024] [--stages 1,2,3]
     [--curve-model 239m] [--curve-real 2,4,8] [--curve-ranks 64,256,1024,4096,16384]

@@ -1,4 +1,4 @@
-"""The plans of a checkpoint's save and load on one rank, with the manifest that N ranks would have written."""
+"""Plans of a checkpoint's save and load on one rank, and the manifest that N ranks would have written."""
 
 from __future__ import annotations
 

@@ -101,10 +101,11 @@ def cost_table(curve: Sequence[dict[str, Any]]) -> Table:
     table = Table(
         f"Costs of one rank besides its shards, Llama {first['shape']}, stage {first['stage']}",
         ("ranks", "shards MB", *(name for name, *_ in COSTS)),
-        note="One model of fixed size, so that the number of units stays the same and shards shrink. MB is 10⁶ "
-        "bytes. Tensors and Python's objects after set-up, resident growth after two steps, each without the "
-        "shards. Opcodes of prepare. Messages and bytes of a step: each rank sends to each other rank. Plans of "
-        "checkpoints have the growth of the resident peak on rank 0, which writes the manifest. Processor time.",
+        note="One model of fixed size, so that the number of units stays the same and shards shrink. MB is"
+        " 10⁶ bytes. Tensors and Python's objects after set-up, resident growth after two steps, each"
+        " without the shards. Opcodes of prepare. Messages and bytes of a step: each rank sends to each"
+        " other rank. Plans of checkpoints have the growth of the resident peak on rank 0, which writes the"
+        " manifest. Processor time.",
     )
     for each in curve:
         row = [f"{each['ranks']:,}" + ("" if each["is_simulated"] else " real")]

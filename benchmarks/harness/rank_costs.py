@@ -1,7 +1,7 @@
 """The costs of one rank among N besides its shards: set-up, memory, a step's messages, checkpoint plans.
 
-As a program (`python -m benchmarks.harness.rank_costs '<json>'`) it simulates rank 0 with torch's fake process
-group and prints one line of JSON. Without an argument it is the worker of a team of real ranks.
+As a program (`python -m benchmarks.harness.rank_costs '<json>'`) it simulates rank 0 with torch's fake
+process group and prints one line of JSON. Without an argument it is the worker of a team of real ranks.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class RankCosts:
     """What rank 0 of `ranks` needs: bytes, seconds, and counts.
 
     `tensor_bytes` are storages of tensors after set-up and `object_bytes` what Python allocated in set-up and
-    still holds, both without `shard_bytes`, the model's state by the memory breakdown. `resident_bytes` is the
-    growth of the resident set from before the model to after the steps, without the shards.
-    `setup_opcodes` counts the opcodes of `prepare`, torch's included; `setup_seconds` is a second `prepare` in
-    the same process. `collectives`, `messages` and `bytes_sent` are of the last step. The plans of checkpoints
-    have seconds, and bytes as the growth of the resident set's peak. Those of a load are None if it was not
-    planned. All seconds are of processor time, which the machine's other work does not change much.
+    still holds. `resident_bytes` is the growth of the resident set from before the model to after the steps.
+    All three are without `shard_bytes`, the model's state by the memory breakdown. `setup_opcodes` counts the
+    opcodes of `prepare`, torch's included; `setup_seconds` is a second `prepare` in the same process.
+    `collectives`, `messages` and `bytes_sent` are of the last step. The plans of checkpoints have seconds,
+    and bytes as the growth of the resident set's peak. Those of a load are None if it was not planned. All
+    seconds are of processor time, which the machine's other work does not change much.
     """
 
     shape: str
@@ -69,8 +69,8 @@ class RankCosts:
 def measure(
     shape_name: str, stage: int, ranks: int, *, is_simulated: bool, plans_load: bool = True
 ) -> RankCosts:
-    """Set up the model as rank 0 of `ranks` (simulated) or as this rank of real ones, make two steps, and plan
-    a save. `plans_load` is false where the manifest of so many ranks takes too long."""
+    """Set up the model as rank 0 of `ranks` (simulated) or as this rank of real ones, make two steps, and
+    plan a save. `plans_load` is false where the manifest of so many ranks takes too long."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
