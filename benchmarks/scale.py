@@ -5,6 +5,7 @@ Run from the repository root: python -m benchmarks.scale [--model 7b] [--ranks 1
     [--curve-model 239m] [--curve-real 2,4,8] [--curve-ranks 64,256,1024,4096,16384]
 """
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -105,7 +106,7 @@ def measure_curve(
         with console.status(f"costs of one of {size:,} ranks"):
             try:
                 curve.append(measure(shape, stage, size))
-            except RuntimeError as error:
+            except (RuntimeError, subprocess.SubprocessError) as error:
                 failures.append(str(error))
     return curve
 

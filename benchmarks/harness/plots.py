@@ -86,12 +86,14 @@ def plot_rank_costs(curve: Sequence[dict[str, Any]], path: Path) -> Path:
         base, color = points[0][1], f"C{number % 10}"
         label = f"{found.cost}: slope {found.slope:+.2f}"
         xs, ys = zip(*((ranks, measured / base) for ranks, measured in points), strict=True)
-        axes.plot(xs, ys, marker=markers[number % len(markers)], color=color, label=label)
+        marker = markers[number % len(markers)]
+        axes.plot(xs, ys, marker=marker, color=color, label=label)
         real = [
             (each["ranks"], value(each, keys_of[found.cost])) for each in curve if not each["is_simulated"]
         ]
         real = [(ranks, measured / base) for ranks, measured in real if measured and measured > 0]
-        axes.scatter(*zip(*real, strict=True), facecolors="none", edgecolors=color) if real else None
+        if real:
+            axes.scatter(*zip(*real, strict=True), marker=marker, facecolors="none", edgecolors=color)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ranks = [each["ranks"] for each in curve]
