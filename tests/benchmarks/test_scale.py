@@ -43,8 +43,10 @@ def test_bars_are_missed_where_setup_or_memory_grow_by_more_than_a_tenth(
     grown: str, concluded: Concluded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     exponents = {grown: 0.05, "tensor_bytes": -0.01}  # 256**0.05 is 1.32
-    monkeypatch.setattr(scale, "measure_simulated", lambda *given: pretended(exponents, given[2], True))
-    monkeypatch.setattr(scale, "measure_real", lambda *given: pretended(exponents, given[2], False))
+    monkeypatch.setattr(
+        scale, "measure_simulated", lambda *arguments: pretended(exponents, arguments[2], True)
+    )
+    monkeypatch.setattr(scale, "measure_real", lambda *arguments: pretended(exponents, arguments[2], False))
     data, status = concluded(scale.main, "tiny", 64, "", "tiny", 3, "2,4", "64,16384")
     assert status == int(grown not in ("", "messages"))
     assert [(each["ranks"], each["is_simulated"]) for each in data["curve"]] == [
@@ -61,7 +63,7 @@ def test_a_rank_that_fails_is_named(concluded: Concluded, monkeypatch: pytest.Mo
         raise RuntimeError("64 ranks failed")
 
     monkeypatch.setattr(scale, "measure_simulated", fail)
-    monkeypatch.setattr(scale, "measure_real", lambda *given: pretended({}, given[2], False))
+    monkeypatch.setattr(scale, "measure_real", lambda *arguments: pretended({}, arguments[2], False))
     data, status = concluded(scale.main, "tiny", 64, "", "tiny", 3, "2", "64")
     assert status == 1 and data["missed"] == ["64 ranks failed"] and data["growth"] == []
 

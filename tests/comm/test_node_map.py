@@ -61,7 +61,7 @@ def test_ranks_with_different_node_sizes_form_one_node(world: World) -> None:
         assert make_collectives(world.group, 20.0).nodes.nodes == 1
 
 
-def test_the_map_of_a_large_group_takes_linear_time() -> None:
+def test_the_map_of_a_large_group_is_made_in_linear_time() -> None:
     began = time.process_time()
     found = NodeMap(0, 65536, 8).among(range(32768))
     assert found == NodeMap(0, 32768, 8)
