@@ -27,6 +27,7 @@ COSTS: tuple[Cost, ...] = (
     ("collectives", ("collectives",), 1, False),
     ("messages", ("messages",), 1, False),
     ("sent MB", ("bytes_sent",), 1e6, False),
+    ("step ms", ("step_seconds",), 1e-3, False),
     ("plan save ms", ("save_seconds",), 1e-3, False),
     ("save MB", ("save_bytes",), 1e6, False),
     ("plan load ms", ("load_seconds",), 1e-3, False),

@@ -41,9 +41,9 @@ class RankCosts:
     still holds. `resident_bytes` is the growth of the resident set from before the model to after the steps.
     All three are without `shard_bytes`, the model's state by the memory breakdown. `setup_opcodes` counts the
     opcodes of `prepare`, torch's included; `setup_seconds` is a second `prepare` in the same process.
-    `collectives`, `messages` and `bytes_sent` are of the last step. The plans of checkpoints have seconds,
-    and bytes as the growth of the resident set's peak. Those of a load are None if it was not planned. All
-    seconds are of processor time, which the machine's other work does not change much.
+    `collectives`, `messages`, `bytes_sent` and `step_seconds` are of the last step. The plans of checkpoints
+    have seconds, and bytes as the growth of the resident set's peak. Those of a load are None if it was not
+    planned. All seconds are of processor time, which the machine's other work does not change much.
     """
 
     shape: str
@@ -59,6 +59,7 @@ class RankCosts:
     collectives: int
     messages: int
     bytes_sent: int
+    step_seconds: float
     save_seconds: float
     save_bytes: int
     load_seconds: float | None = None
@@ -89,12 +90,14 @@ def measure(
     messages = MessageCount(engine.collectives)
     for _ in range(STEPS):
         messages.reset()
+        began = time.process_time()
         _step(model, optimizer)
+        step_seconds = time.process_time() - began
+    messages.restore()
     process_memory.return_free_pages()
     resident = process_memory.resident_bytes() - resident - shards
     sent = engine.traffic.last_bytes_sent.total()
     plans = _checkpoint_plans(engine, plans_load)
-    messages.restore()
     del model, optimizer, engine
     gc.collect()
     return RankCosts(
@@ -111,6 +114,7 @@ def measure(
         messages.collectives,
         messages.sent,
         sent,
+        step_seconds,
         **plans,
     )
 
