@@ -48,7 +48,7 @@ RUNS = (
     Run("host_time", "host_time", minutes=0.5, quick=True),
     Run("plan", "plan", minutes=0.5, quick=True),
     Run("staging", "staging", minutes=1, quick=True),
-    Run("scale", "scale", minutes=1, quick=True),
+    Run("scale", "scale", minutes=6),
     Run("layouts", "layouts", minutes=1, quick=True),
     Run("muon_nvme", "muon_nvme", minutes=1, quick=True),
     Run("checkpoint", "checkpoint", minutes=2, quick=True),

@@ -1,14 +1,29 @@
-"""1,024 simulated ranks: bytes of a rank against the formula, and the time to set up a 7B model.
+"""1,024 simulated ranks: bytes of a rank against the formula, and the time to set up a 7B model. Then the
+costs of one rank besides its shards as N grows. Set-up and memory must stay flat.
 
 Run from the repository root: python -m benchmarks.scale [--model 7b] [--ranks 1024] [--stages 1,2,3]
+    [--curve-model 239m] [--curve-real 2,4,8] [--curve-ranks 64,256,1024,4096,16384]
 """
 
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.formula import STATE_KINDS, relative_excess, state_bytes
+from benchmarks.harness.plots import plot_rank_costs
+from benchmarks.harness.rank_cost_curve import (
+    cost_table,
+    growth,
+    growth_table,
+    measure_real,
+    measure_simulated,
+)
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import shape_named
 from benchmarks.harness.simulated_process import simulated
@@ -78,27 +93,75 @@ def scale_table(results: list[dict[str, Any]], ranks: int) -> Table:
     return table
 
 
+def measure_curve(
+    console: Console, shape: str, stage: int, real: list[int], ranks: list[int], failures: list[str]
+) -> list[dict[str, Any]]:
+    """Return the costs at every size, real ones first; what fails is added to `failures`."""
+    sizes: list[tuple[Callable[[str, int, int], dict[str, Any]], int]] = [
+        *((measure_real, each) for each in real),
+        *((measure_simulated, each) for each in ranks),
+    ]
+    curve = []
+    for measure, size in sizes:
+        with console.status(f"costs of one of {size:,} ranks"):
+            try:
+                curve.append(measure(shape, stage, size))
+            except (RuntimeError, subprocess.SubprocessError) as error:
+                failures.append(str(error))
+    return curve
+
+
+def numbers(text: str) -> list[int]:
+    """The comma-separated numbers of an option; none of an empty one."""
+    return [int(word) for word in text.split(",") if word]
+
+
+def shape_option(name: str) -> str:
+    """The name of a known shape; BadParameter for another."""
+    try:
+        return shape_named(name).name
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def main(
     model: Annotated[str, typer.Option(help="Shape of the model: tiny, 34m, 239m, 7b.")] = "7b",
     ranks: Annotated[int, typer.Option(min=1, help="Size of the fake process group.")] = 1024,
     stages: Annotated[str, typer.Option(help="Comma-separated ZeRO stages.")] = "1,2,3",
+    curve_model: Annotated[str, typer.Option(help="Shape of the model of the costs over N.")] = "239m",
+    curve_stage: Annotated[int, typer.Option(min=1, max=3, help="ZeRO stage of the costs over N.")] = 3,
+    curve_real: Annotated[str, typer.Option(help="Numbers of real processes.")] = "2,4,8",
+    curve_ranks: Annotated[
+        str, typer.Option(help="Numbers of simulated ranks, none or at least two.")
+    ] = "64,256,1024,4096,16384",
 ) -> None:
-    """Set up one rank of many, hold its bytes against the formula, write the result."""
+    """Set up one rank of many, hold its bytes against the formula, measure its costs over N."""
     console = terminal()
-    try:
-        shape = shape_named(model)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    results, failures = [], []
-    for stage in (int(word) for word in stages.split(",")):
+    shape, curve_shape = shape_option(model), shape_option(curve_model)
+    results: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for stage in numbers(stages):
         with console.status(f"stage {stage}, {ranks} simulated ranks"):
             try:
-                results.append(judge(simulate_rank(shape.name, stage, ranks)))
+                results.append(judge(simulate_rank(shape, stage, ranks)))
             except RuntimeError as error:
                 failures.append(str(error))
-    data = {"environment": describe(), "results": results, "failures": failures}
+    curve = measure_curve(
+        console, curve_shape, curve_stage, numbers(curve_real), numbers(curve_ranks), failures
+    )
+    grown = growth(curve)
+    data = {
+        "environment": describe(),
+        "results": results,
+        "curve": curve,
+        "growth": [asdict(each) for each in grown],
+        "failures": failures,
+    }
     missed = [f"stage {each['stage']}" for each in results if not (each["bytes_met"] and each["setup_met"])]
-    conclude(console, "scale", "Scale", [scale_table(results, ranks)], data, [*failures, *missed])
+    missed += [f"{each.cost} grows by {each.spread - 1:.0%}" for each in grown if each.met is False]
+    tables = [scale_table(results, ranks), *([cost_table(curve)] if curve else []), growth_table(grown)]
+    plot = partial(plot_rank_costs, curve) if grown else None
+    conclude(console, "scale", "Scale", tables, data, [*failures, *missed], plot=plot)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Plots of the results: state bytes per stage and world size, tokens/s over the number of GPUs."""
+"""Plots of the results: state bytes per stage and world size, tokens/s over the number of GPUs, costs of a
+rank over the number of ranks."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.formula import STATE_KINDS
+from benchmarks.harness.rank_cost_curve import COSTS, growth, value
 from zero_ext.config.plot_colors import GRAY, KINDS
 from zero_ext.plan.simulation import Simulation
 
@@ -60,6 +62,46 @@ def plot_scaling(found: Sequence[Simulation], title: str, path: Path) -> Path:
     axes.set_ylabel("tokens/s a GPU")
     axes.set_title(f"{title}, simulated")
     axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+def plot_rank_costs(curve: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Draw each cost of a rank over N on logarithmic axes, relative to the smallest simulated N, with its
+    slope in the legend; real ranks are open circles. Returns `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9.0, 5.5))
+    simulated = [each for each in curve if each["is_simulated"]]
+    keys_of = {name: keys for name, keys, *_ in COSTS}
+    markers = "osv^D<>phX*P"
+    for number, found in enumerate(growth(curve)):
+        points = [(each["ranks"], value(each, keys_of[found.cost])) for each in simulated]
+        points = [(ranks, measured) for ranks, measured in points if measured]
+        base, color = points[0][1], f"C{number % 10}"
+        label = f"{found.cost}: slope {found.slope:+.2f}"
+        xs, ys = zip(*((ranks, measured / base) for ranks, measured in points), strict=True)
+        marker = markers[number % len(markers)]
+        axes.plot(xs, ys, marker=marker, color=color, label=label)
+        real = [
+            (each["ranks"], value(each, keys_of[found.cost])) for each in curve if not each["is_simulated"]
+        ]
+        real = [(ranks, measured / base) for ranks, measured in real if measured and measured > 0]
+        if real:
+            axes.scatter(*zip(*real, strict=True), marker=marker, facecolors="none", edgecolors=color)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ranks = [each["ranks"] for each in curve]
+    axes.set_xticks(ranks, [f"{count:,}" for count in ranks], fontsize=8)
+    axes.set_xlabel("ranks (open circles: processes, lines: simulated)")
+    axes.set_ylabel(f"relative to {simulated[0]['ranks']:,} simulated ranks")
+    axes.set_title(f"Costs of one rank, Llama {curve[0]['shape']}, stage {curve[0]['stage']}")
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -18,6 +18,7 @@ from zero_ext.checkpoint.format.json_state import decode
 from zero_ext.checkpoint.inspection import open_checkpoint
 from zero_ext.checkpoint.loading import LoadedCheckpoint
 from zero_ext.checkpoint.save_session import SaveHandle, save_in_progress, session_of
+from zero_ext.comm import Collectives
 from zero_ext.zero.api.engine_lookup import OBSTACLES, checkpoint_sources, engine_of
 from zero_ext.zero.api.engine_state import EngineState, ModelParallelState
 from zero_ext.zero.construction.rank_consistency import of_all_ranks
@@ -84,10 +85,10 @@ def save_checkpoint(
     engine = engine_of(model)
     engine.finish_updates()
     everyone, label = checkpoint_sources(engine).full.everyone, "random states for the checkpoint"
-    extra: dict[str, Any] = {"random": of_all_ranks(everyone, torch.get_rng_state(), label)}
+    extra: dict[str, Any] = {"random": random_states(everyone, torch.get_rng_state(), label)}
     if engine.device.type != "cpu":
         own = DefaultGenerator(engine.device).state()
-        extra["device_random"] = {engine.device.type: of_all_ranks(everyone, own, label)}
+        extra["device_random"] = {engine.device.type: random_states(everyone, own, label)}
     for name, stateful in (("scheduler", scheduler), ("loader", loader)):
         if stateful is not None:
             extra[name] = stateful.state_dict()
@@ -180,6 +181,17 @@ def load_checkpoint(
     if optimizer:
         _restore_random_states(engine, loaded.extra)
     return loaded
+
+
+def random_states(everyone: Collectives, own: torch.Tensor, label: str) -> list[torch.Tensor]:
+    """Return the random state ``own`` of every rank in rank order on rank 0, and an empty list elsewhere; a
+    collective.
+
+    Only rank 0 writes the manifest, so the others need not encode N states. A list, because a table of more
+    than 3,300 ranks exceeds the limit of a tensor in the manifest.
+    """
+    table = of_all_ranks(everyone, own, label)
+    return list(table) if everyone.rank == 0 else []
 
 
 def _saved_states(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ class NodeMap:
         are not equally many of each node that has any, that of a single node.
         """
         nodes = [rank // self.ranks_per_node for rank in ranks]
-        counts = {nodes.count(node) for node in nodes}
+        counts = set(Counter(nodes).values())
         return NodeMap(ranks.index(self.rank), len(ranks), counts.pop() if len(counts) == 1 else len(ranks))
 
 

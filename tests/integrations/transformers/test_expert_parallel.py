@@ -321,7 +321,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "jetmoe": (
         {"num_hidden_layers": 1, "kv_channels": 4, "num_key_value_heads": 2, "num_local_experts": 4},
         "got 'model.layers.0.mlp.input_linear' (JetMoeParallelExperts) with {'weight': (4, 16, 16)} and a "
-        "forward (self, inputs, expert_size). Leave apply_expert_parallel out",
+        "forward (self, inputs, expert_size). Leave apply_expert_parallel and",
     ),
     "longcat_flash": (
         {
