@@ -188,10 +188,14 @@ def main(
     if any(contender_named(peer).family == "deepspeed" for peer in peers):
         with console.status("compiling DeepSpeed's operators (minutes the first time)"):
             compile_operators()
-    runs, rows, failures = [], [], []
+    runs: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
     for shape in shapes:
         found = measure([shape], matches[shape.name], rounds, steps, warm_up, console, workload)
-        runs, rows, failures = runs + found[0], rows + found[1], failures + found[2]
+        runs += found[0]
+        rows += found[1]
+        failures += found[2]
     tables = [ratios_table(rows, rounds, steps, workload), times_table(runs)]
     data = {
         "environment": describe(),

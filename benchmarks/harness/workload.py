@@ -36,8 +36,8 @@ class Workload:
     def applied_to(self, contender: Contender) -> Contender:
         """The contender with the ranks and the accumulation of this workload.
 
-        Ranks divide the cores among them, with at least one thread each. A contender with its number of
-        ranks in its key keeps it.
+        Ranks divide the cores among them, with at least one thread each. The number of ranks in the
+        key of a contender stays.
 
         Raises:
             ValueError: the family has no steps of several micro-batches.
