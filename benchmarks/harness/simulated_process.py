@@ -26,6 +26,6 @@ def simulated(program: str, what: str, **request: Any) -> dict[str, Any]:
         timeout=TIMEOUT_SECONDS,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"{what} failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{what} failed (exit {done.returncode}):\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
