@@ -128,7 +128,7 @@ def test_the_introductory_loop(world: World, fp16: dict[str, int]) -> None:
         model=model, config=config, model_parameters=model.parameters(), process_group=world.group
     )
     assert isinstance(optimizer, torch.optim.Optimizer) and loader is None and scheduler is None
-    data, samples = Sentences(world.seed, 200), 16 // 2 // world.size
+    data, samples, norms = Sentences(world.seed, 200), 16 // 2 // world.size, []
     for step in range(5):
         batches = [[batch_of(data, samples, step, m, r) for r in range(world.size)] for m in range(2)]
         wanted = plain.step(batches)
@@ -142,7 +142,8 @@ def test_the_introductory_loop(world: World, fp16: dict[str, int]) -> None:
         assert engine.global_steps == step + 1 and engine.skipped_steps == plain.skipped
         if math.isfinite(engine.get_global_grad_norm() or math.nan):
             assert engine.get_global_grad_norm() == pytest.approx(plain.norm, rel=1e-3)
-            assert plain.norm > 0.4  # and so was clipped
+            norms.append(plain.norm)
+    assert max(norms) > 0.4  # so that gradients were clipped
     assert plain.skipped in (range(1, 5) if fp16 else [0])
     found = zero_ext.full_state_dict(engine)
     assert all(value.dtype is torch.float16 for value in found.values())
