@@ -101,38 +101,22 @@ def one_pass_8bit(count: int, grad: Tensor) -> Contender:
     )
 
 
-def bitsandbytes_adamw(count: int, grad: Tensor) -> Contender:
-    """bitsandbytes' AdamW8bit in the peers' pipeline: float32 gradients in, parameters rounded back."""
-    from bitsandbytes.optim import AdamW8bit
-
-    master, param = weights(count), buffer(count, torch.bfloat16)
-    wide = buffer(count, torch.float32)
-    weight = torch.nn.Parameter(master)
-    weight.grad = wide
-    optimizer = AdamW8bit([weight], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-
-    @torch.no_grad()
-    def step() -> None:
-        wide.copy_(grad)
-        wide.mul_(SCALE)
-        optimizer.step()
-        param.copy_(weight)
-
-    moved = count * (6 + 8 + 12 + 6) + 4 * (count + 4 * block_count(count))
-    return Contender("bitsandbytes, AdamW8bit", step, moved, master, True)
-
-
 def pipeline(
-    name: str, count: int, grad: Tensor, make: Callable[[Tensor], torch.optim.Optimizer]
+    name: str,
+    count: int,
+    grad: Tensor,
+    make: Callable[[Tensor], torch.optim.Optimizer],
+    moments_moved: int,
+    eight_bit: bool = False,
 ) -> Contender:
-    """What peers do with bfloat16 gradients: widen, scale, step in float32, round the parameters back."""
+    """What peers do with bfloat16 gradients: widen, scale, step in float32, round the parameters back.
+
+    A step reads and writes `moments_moved` bytes of moments."""
     master, param = weights(count), buffer(count, torch.bfloat16)
     wide = buffer(count, torch.float32)
     weight = torch.nn.Parameter(master)
     weight.grad = wide
     optimizer = make(weight)
-    optimizer.state[weight]["exp_avg"] = buffer(count, torch.float32)
-    optimizer.state[weight]["exp_avg_sq"] = buffer(count, torch.float32)
 
     @torch.no_grad()
     def step() -> None:
@@ -141,14 +125,21 @@ def pipeline(
         optimizer.step()
         param.copy_(weight)
 
-    return Contender(name, step, count * (6 + 8 + 28 + 6), master)
+    return Contender(name, step, count * (6 + 8 + 12 + 6) + moments_moved, master, eight_bit)
+
+
+def bitsandbytes_adamw(weight: Tensor) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW8bit."""
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit([weight], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
 
 
 def torch_fused(weight: Tensor) -> torch.optim.Optimizer:
     """torch's fused AdamW with a state of its own."""
     options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
     optimizer = torch.optim.AdamW([weight], fused=True, **options)
-    optimizer.state[weight]["step"] = torch.tensor(0.0)
+    optimizer.state[weight].update(moments_of(weight), step=torch.tensor(0.0))
     return optimizer
 
 
@@ -158,24 +149,30 @@ def deepspeed_cpu_adam(weight: Tensor) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     optimizer = DeepSpeedCPUAdam([weight], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-    optimizer.state[weight]["step"] = 0
+    optimizer.state[weight].update(moments_of(weight), step=0)
     return optimizer
+
+
+def moments_of(weight: Tensor) -> dict[str, Tensor]:
+    """Both moments in float32, zero, in memory like that of the other contenders."""
+    return {name: buffer(weight.numel(), torch.float32) for name in ("exp_avg", "exp_avg_sq")}
 
 
 def contenders(count: int, with_deepspeed: bool, with_bitsandbytes: bool) -> list[Contender]:
     """Everything that is timed, each with memory of its own."""
-    grad = gradient(count)
+    grad, wide = gradient(count), 16 * count
     found = [
         stream(count),
         one_pass(count, grad, torch.float32),
         one_pass(count, grad, torch.bfloat16),
         one_pass_8bit(count, grad),
-        pipeline("torch, fused AdamW", count, grad, torch_fused),
+        pipeline("torch, fused AdamW", count, grad, torch_fused, wide),
     ]
     if with_deepspeed:
-        found.append(pipeline("DeepSpeed, DeepSpeedCPUAdam", count, grad, deepspeed_cpu_adam))
+        found.append(pipeline("DeepSpeed, DeepSpeedCPUAdam", count, grad, deepspeed_cpu_adam, wide))
     if with_bitsandbytes:
-        found.append(bitsandbytes_adamw(count, grad))
+        narrow = 4 * (count + 4 * block_count(count))
+        found.append(pipeline("bitsandbytes, AdamW8bit", count, grad, bitsandbytes_adamw, narrow, True))
     return found
 
 

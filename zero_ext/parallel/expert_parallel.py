@@ -21,6 +21,7 @@ from zero_ext.zero.units.parameter_marks import (
     mark_experts_of,
 )
 from zero_ext.zero.units.presharded import presharded_of
+from zero_ext.zero.units.rank_groups import mesh_lengths
 from zero_ext.zero.unshard.expert_routing import described_experts
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -103,7 +104,7 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> Model:
 
 def _ranks_of(mesh: DeviceMesh) -> int:
     """Return the ranks along "ep"."""
-    lengths = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    lengths = mesh_lengths(mesh)
     if "ep" not in lengths:
         raise ValueError(
             f"mesh: expected one with the dimension 'ep', got {list(lengths)}. Make it by make_mesh(ep=2)."

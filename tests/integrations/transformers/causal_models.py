@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+import zero_ext
+from tests.integrations.transformers.beside_one_process import optimizer_of
 from tests.integrations.transformers.models import TIME, VOCABULARY
 from tests.multi.rank import World
 
@@ -44,3 +46,24 @@ def own_rows(world: World, batch: dict[str, Any]) -> dict[str, Any]:
     if "num_items_in_batch" in batch:
         found["num_items_in_batch"] = batch["num_items_in_batch"] / world.size
     return found
+
+
+def check_trains_as(
+    world: World, model: Any, optimizer: Any, plain: Any, steps: list[list[dict[str, Any]]], case: str = ""
+) -> None:
+    """The ranks' ``model`` has the losses of ``plain`` on all rows and ends with its values. The batches of
+    a step add up."""
+    alone = optimizer_of(plain)
+    for step in steps:
+        for batch in step:
+            loss, expected = model(**own_rows(world, batch)).loss, plain(**batch).loss
+            loss.backward()
+            expected.backward()
+            mean = torch.tensor(world.everyone(float(loss.detach()))).mean()
+            torch.testing.assert_close(mean, expected.detach(), rtol=1e-5, atol=0)
+        for each in (optimizer, alone):
+            each.step()
+            each.zero_grad()
+    full = zero_ext.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=1e-5, atol=1e-5, msg=f"{case}{name}")

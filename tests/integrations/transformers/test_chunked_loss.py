@@ -15,7 +15,7 @@ from transformers import Trainer
 
 import zero_ext
 from tests.integrations.transformers.beside_one_process import optimizer_of
-from tests.integrations.transformers.causal_models import batches, model_of, own_rows
+from tests.integrations.transformers.causal_models import batches, check_trains_as, model_of
 from tests.integrations.transformers.largest_result import LargestResult
 from tests.integrations.transformers.models import (
     VOCABULARY,
@@ -59,19 +59,7 @@ def test_steps_are_those_of_the_plain_model(world: World, family: str, stage: in
         model.gradient_checkpointing_enable()
     config = {"stage": stage, "loss": {"chunk_tokens": CHUNK}}
     model, optimizer = zero_ext.prepare(model, optimizer_of(model), config, process_group=world.group)
-    alone = optimizer_of(plain)
-    for batch in batches(world):
-        loss, expected = model(**own_rows(world, batch)).loss, plain(**batch).loss
-        loss.backward()
-        expected.backward()
-        for each in (optimizer, alone):
-            each.step()
-            each.zero_grad()
-        mean = torch.tensor(world.everyone(float(loss.detach()))).mean()
-        torch.testing.assert_close(mean, expected.detach(), rtol=1e-5, atol=0)
-    full = zero_ext.full_state_dict(model)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(full[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    check_trains_as(world, model, optimizer, plain, [[each] for each in batches(world)])
 
 
 @pytest.mark.parametrize("chunked", [True, False])

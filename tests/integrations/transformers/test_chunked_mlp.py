@@ -16,7 +16,7 @@ from transformers import MobileBertConfig, MobileBertModel, RwkvConfig, RwkvForC
 import zero_ext
 from tests.activation.live_bytes import LiveBytes
 from tests.integrations.transformers.beside_one_process import optimizer_of
-from tests.integrations.transformers.causal_models import batches, model_of, own_rows
+from tests.integrations.transformers.causal_models import batches, check_trains_as, model_of
 from tests.integrations.transformers.mixtures import mixture_of
 from tests.integrations.transformers.models import bert, gpt2, llama
 from tests.multi.on_ranks import on_ranks
@@ -66,21 +66,8 @@ def test_steps_are_those_of_the_plain_model(world: World, family: str, stage: in
     config = {"stage": stage, "mlp": {"chunk_tokens": CHUNK}}
     model, optimizer = zero_ext.prepare(model, optimizer_of(model), config, process_group=world.group)
     assert len(networks(model)) == (1 if "deepseek" in family else 2)
-    alone = optimizer_of(plain)
     first, second, third = batches(world)
-    for step in ([first], [second, third]):
-        for batch in step:
-            loss, expected = model(**own_rows(world, batch)).loss, plain(**batch).loss
-            loss.backward()
-            expected.backward()
-            mean = torch.tensor(world.everyone(float(loss.detach()))).mean()
-            torch.testing.assert_close(mean, expected.detach(), rtol=1e-5, atol=0)
-        for each in (optimizer, alone):
-            each.step()
-            each.zero_grad()
-    full = zero_ext.full_state_dict(model)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(full[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    check_trains_as(world, model, optimizer, plain, [[first], [second, third]])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zero_ext
-from tests.integrations.transformers.beside_one_process import optimizer_of
-from tests.integrations.transformers.causal_models import batches, model_of, own_rows
+from tests.integrations.transformers.causal_models import batches, check_trains_as, model_of
 from tests.integrations.transformers.largest_result import LargestResult
 from tests.integrations.transformers.models import enter, llama
 from tests.integrations.transformers.test_tensor_parallel import (
@@ -64,19 +63,7 @@ def test_steps_of_an_adapted_head(world: World, case: str) -> None:
         trained = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
         model, optimizer = prepare(model, optimizer, {"stage": stage, **LOSS}, process_group=world.group)
-        alone = optimizer_of(plain)
-        for batch in batches(world):
-            loss, expected = model(**own_rows(world, batch)).loss, plain(**batch).loss
-            loss.backward()
-            expected.backward()
-            for each in (optimizer, alone):
-                each.step()
-                each.zero_grad()
-            mean = torch.tensor(world.everyone(float(loss.detach()))).mean()
-            torch.testing.assert_close(mean, expected.detach(), rtol=1e-5, atol=0)
-        full = zero_ext.full_state_dict(model)
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(full[name], value, rtol=1e-5, atol=1e-5, msg=f"{stage}: {name}")
+        check_trains_as(world, model, optimizer, plain, [[each] for each in batches(world)], f"{stage}: ")
 
 
 def check_gradients(model: Any, rtol: float, **inputs: Any) -> None:

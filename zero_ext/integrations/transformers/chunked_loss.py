@@ -323,9 +323,9 @@ def _head_problem(head: Any) -> str | None:
             f"head: expected a plain nn.Linear from get_output_embeddings(), or one with LoRA, got {found}. "
             f"Leave the head out of other adapters and of quantization, {_WITHOUT}"
         )
-    weight = dict(linear.named_parameters(recurse=False))["weight"]  # which gathers nothing in stage 3
+    weight: Any = dict(linear.named_parameters(recurse=False))["weight"]  # which gathers nothing in stage 3
     split = is_distributed(weight)
-    if is_distributed(weight) and not _is_split_by_words(weight):
+    if split and not _is_split_by_words(weight):
         return (
             f"head: expected a weight that is split over its words, got {weight.placements}. Split it by "
             f"'colwise_gather_output', {_WITHOUT}"

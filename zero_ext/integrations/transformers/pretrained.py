@@ -29,7 +29,7 @@ from zero_ext.integrations.transformers.weight_conversion import ConvertedWeight
 from zero_ext.parallel import apply_expert_parallel
 from zero_ext.zero.construction.build_units import accelerator_or_cpu
 from zero_ext.zero.construction.sharded_init import Init
-from zero_ext.zero.units.rank_groups import rank_groups
+from zero_ext.zero.units.rank_groups import mesh_lengths, rank_groups
 
 logger = logging.getLogger("zero_ext")
 _UNSUPPORTED = {
@@ -99,7 +99,7 @@ def from_pretrained(
     _check_config(model_class, config, folder)
     ranks = _ranks_of(chosen, process_group)
     model = _skeleton(model_class, config, dtype, implementation)
-    if isinstance(ranks, DeviceMesh) and _lengths(ranks).get("ep", 1) > 1:
+    if isinstance(ranks, DeviceMesh) and mesh_lengths(ranks).get("ep", 1) > 1:
         apply_expert_parallel(model, ranks)
     weights = ConvertedWeights(model)
     missing, unexpected = load_into_meta(model, folder, chosen, weights, ranks)
@@ -122,7 +122,7 @@ def _ranks_of(
     """Return ``process_group``, or the mesh over which ``config`` spreads experts. ``ValueError`` if they
     differ, or the mesh splits models."""
     join_world(config.timeout_seconds)
-    lengths = _lengths(process_group) if isinstance(process_group, DeviceMesh) else {}
+    lengths = mesh_lengths(process_group) if isinstance(process_group, DeviceMesh) else {}
     if process_group is None and config.parallel.ep > 1:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         return layout_mesh(config, ranks, accelerator_or_cpu().type)
@@ -138,10 +138,6 @@ def _ranks_of(
             f"{config.parallel.ep}. Make them agree, or leave one out."
         )
     return process_group
-
-
-def _lengths(mesh: DeviceMesh) -> dict[str, int]:
-    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def _check_class(model_class: Any, dtype: torch.dtype | str) -> None:

@@ -69,6 +69,11 @@ def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return data
 
 
+def mesh_lengths(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the length of each named dimension of ``mesh``, in its order."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
 def _same_experts(mesh: DeviceMesh, data: dist.ProcessGroup) -> tuple[int, ...]:
     """Return the ranks in ``data`` that have the same "ep" coordinate as this rank."""
     axis = (mesh.mesh_dim_names or ()).index("ep")
@@ -78,7 +83,7 @@ def _same_experts(mesh: DeviceMesh, data: dist.ProcessGroup) -> tuple[int, ...]:
 
 def _group(mesh: DeviceMesh, names: tuple[str, ...], always: bool = False) -> dist.ProcessGroup | None:
     """Return this rank's group over the dimensions ``names``; None for a single rank, unless ``always``."""
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    sizes = mesh_lengths(mesh)
     long = tuple(name for name in sizes if name in names and sizes[name] > 1)
     if not long:
         present = tuple(name for name in sizes if name in names)
