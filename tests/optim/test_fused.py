@@ -35,37 +35,6 @@ def adam(
     return AdamStepper(StepperInputs(optimizer, [owned], device_tiers().staging, moments_dtype))
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_steps_like_torch_with_groups_and_unused_parameters(
-    decoupled: bool, dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    master, segments = two_parameters(generator)
-    kind = optim.AdamW if decoupled else optim.Adam
-    twins = [nn.Parameter(master[:10].clone()), nn.Parameter(master[16:29].clone())]
-    plain = kind(
-        [{"params": twins[:1]}, {"params": twins[1:], "lr": 0.05, "betas": (0.5, 0.6)}],
-        lr=0.1,
-        weight_decay=0.3,
-    )
-    output = torch.full((32,), float("nan"), dtype=dtype) if dtype != torch.float32 else None
-    before = master.clone()
-    stepper = adam(plain, memory_range(master, output, segments))
-    for step in range(4):
-        gradient = torch.randn(32, generator=generator).to(dtype)
-        used = frozenset({"a", "b"} if step % 2 == 0 else {"b"})
-        step_one(stepper, gradient, torch.tensor(0.5), used)
-        for name, twin, begin in (("a", twins[0], 0), ("b", twins[1], 16)):
-            twin.grad = gradient[begin : begin + twin.numel()].float() * 0.5 if name in used else None
-        plain.step()
-    torch.testing.assert_close(master[:10], twins[0].detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(master[16:29], twins[1].detach(), rtol=1e-5, atol=1e-6)
-    assert torch.equal(master[10:16], before[10:16]) and torch.equal(master[29:], before[29:])
-    if output is not None:
-        assert torch.equal(output[:10], master[:10].to(dtype)) and output[10:16].isnan().all()
-    assert stepper.scalars() == {"step": {"a": 2, "b": 4}}
-
-
 def test_hyper_parameters_are_read_live() -> None:
     master, segments = two_parameters(torch.Generator().manual_seed(1))
     optimizer = two_groups()

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 import zero_ext
-from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
-from zero_ext.optim import Segment, make_stepper
-from zero_ext.optim.fused import LionStepper
 
 
 def exact_step(weight: Tensor, moment: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
@@ -110,67 +107,3 @@ def test_refuses_what_it_cannot_step() -> None:
     sparse.grad = torch.ones(2).to_sparse()
     with pytest.raises(RuntimeError, match="parameter 1: expected a dense gradient, got a sparse one"):
         zero_ext.Lion([nn.Parameter(torch.ones(2)), sparse]).step()
-
-
-def segments() -> tuple[Segment, ...]:
-    """Parameter a in [0, 10), a gap, and b in [16, 29), of another group."""
-    return Segment("a", 0, 0, 10, 0), Segment("b", 0, 16, 13, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_stepper_steps_like_the_class_with_groups_and_unused_parameters(
-    dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    master = torch.randn(32, generator=generator)
-    twins = [nn.Parameter(master[:10].clone()), nn.Parameter(master[16:29].clone())]
-    groups = [{"params": twins[:1]}, {"params": twins[1:], "lr": 0.05, "betas": (0.5, 0.6)}]
-    plain = zero_ext.Lion(groups, lr=0.1, weight_decay=0.3)
-    output = torch.full((32,), float("nan"), dtype=dtype) if dtype != torch.float32 else None
-    before = master.clone()
-    owned = memory_range(master, output, segments())
-    stepper = make_stepper(plain, [owned], torch.float32, False, device_tiers(), alone)
-    assert isinstance(stepper, LionStepper)
-    for step in range(4):
-        gradient = torch.randn(32, generator=generator).to(dtype)
-        used = frozenset({"a", "b"} if step % 2 == 0 else {"b"})
-        step_one(stepper, gradient, torch.tensor(0.5), used)
-        for name, twin, begin in (("a", twins[0], 0), ("b", twins[1], 16)):
-            twin.grad = gradient[begin : begin + twin.numel()].float() * 0.5 if name in used else None
-        plain.step()
-    assert torch.equal(master[:10], twins[0]) and torch.equal(master[16:29], twins[1])
-    assert torch.equal(master[10:16], before[10:16]) and torch.equal(master[29:], before[29:])
-    if output is not None:
-        assert torch.equal(output[:10], master[:10].to(dtype)) and output[10:16].isnan().all()
-    found = {(kind, segment.name): values for kind, segment, values in stepper.values(0)}
-    assert found.keys() == {("exp_avg", "a"), ("exp_avg", "b")}
-    assert torch.equal(found["exp_avg", "b"], plain.state[twins[1]]["exp_avg"])
-    assert owned.state.allocated_bytes() == 4 * 32 + 4 * 32
-
-
-def test_the_stepper_rolls_a_step_back() -> None:
-    master = torch.ones(32)
-    optimizer = zero_ext.Lion(
-        [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))]}]
-    )
-    stepper = make_stepper(
-        optimizer, [memory_range(master, None, segments())], torch.bfloat16, False, device_tiers(), alone
-    )
-    stepper.snapshot(0)
-    step_one(stepper, torch.ones(32), torch.ones(()), frozenset({"a", "b"}))
-    assert master[0] != 1
-    stepper.rollback(0)
-    assert (master == 1).all() and not any(values.any() for _, _, values in stepper.values(0))
-
-
-def test_8_bits_are_refused_by_name() -> None:
-    owned = memory_range(torch.ones(32), None, segments())
-    optimizer = zero_ext.Lion([nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match=r"precision.moments_dtype: expected Adam or AdamW .*, got Lion"):
-        make_stepper(optimizer, [owned], "8bit", False, device_tiers(), alone)
-
-
-def test_a_subclass_does_not_count_as_lion() -> None:
-    kind = type("Other", (zero_ext.Lion,), {})
-    assert issubclass(kind, optim.Optimizer)
-    with pytest.raises(ValueError, match="is not known to be element-wise"):
-        make_stepper(kind([nn.Parameter(torch.ones(1))]), [], torch.float32, False, device_tiers(), alone)
