@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import torch.distributed as dist
 
 MODULE = Path(__file__).resolve().parent
+# Ray would end its workers when other tests, beside this one, use 95% of the machine's memory.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import peft
 import pytest
-import ray
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, load_checkpoint_in_model
@@ -21,8 +19,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Trainer, TrainingArguments
 
 import zero_ext
-from tests.docs.run_page import ROOT
 from tests.docs.snippets import snippets_of
+from tests.integrations.ray.training import local_cluster
 from tests.integrations.transformers.models import Sentences, llama
 from tests.integrations.trl.data import sentences, tokenizer
 from zero_ext.integrations.transformers import ZeroTrainerMixin
@@ -76,19 +74,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    variables = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "OMP_NUM_THREADS": "1"}
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        runtime_env={"env_vars": variables},
-        logging_level="ERROR",
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+def cluster() -> Iterator[None]:
+    with local_cluster():
+        yield
 
 
 def test_lightning_and_ray(folder: Path, cluster: None) -> None:
