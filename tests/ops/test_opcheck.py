@@ -178,6 +178,8 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cross_process_wait": lambda: (host_exchange(), 1, 0, True, 1.0),
     "cpu_dispatch_level": lambda: (),
     "lamb_norms_": lamb_norms_inputs,
+    "softmax_gradient_": lambda: (torch.randn(3, 7), torch.tensor([1, -1, 6]), torch.randn(4, 3), 2.0),
+    "softmax_sums": lambda: (torch.randn(3, 7), torch.tensor([1, -1, 6]), torch.randn(1, 3), 0.0),
     "pack_": flat_inputs,
     "quantize_": lambda: (blocks(300, 2), torch.rand(600).half(), 4, True, 256, 2, [1, 0]),
     "quantize_blockwise": lambda: (torch.rand(300), False),

@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from zero_ext.activation.chunked_checkpoint import ChunkTokens, check_chunk_tokens
+from zero_ext.activation.cross_entropy_rows import CpuSoftmax, TorchSoftmax, has_cpu_softmax
 from zero_ext.activation.vocabulary_slice import VocabularySlice, local_tensors
 
 LossReduction = Literal["mean", "sum", "none"]
 
 CHUNK_BYTES = 128 << 20
 """Memory of a chunk's logits, and of what is computed from them, with ``chunk_tokens="auto"``."""
-# Rows of logits that a CPU's core holds in its cache over the passes of a softmax.
-_CACHE_BYTES = 1 << 20
 # Rows of a chunk's product for the weight's gradient that are computed before they are added in float32.
 _PRODUCT_BYTES = 8 << 20
 
@@ -306,11 +305,7 @@ class _ChunkedHead:
         self._vocabulary, self._options = vocabulary, options
         hidden = self._inputs[0]
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        words = self._weights[0].shape[0]
-        # A CPU takes a few rows through all passes of the softmax while they are in its cache. A kernel of a
-        # GPU, and a collective, cost too much to be called for so few.
-        cached = hidden.is_cpu and vocabulary.group is None
-        self._block_rows = max(1, _CACHE_BYTES // max(1, words * self.dtype.itemsize)) if cached else None
+        self._softmax = CpuSoftmax if has_cpu_softmax(hidden) else TorchSoftmax
 
     def run(
         self, labels: Tensor, factors: Tensor, needed: Sequence[bool]
@@ -337,11 +332,7 @@ class _ChunkedHead:
             rows = slice(start, min(start + chunk, len(hidden)))
             values = logits[: rows.stop - start]
             self._compute_logits(rows, values)
-            block = self._block_rows or chunk
-            for first in range(start, rows.stop, block):
-                few = slice(first, min(first + block, rows.stop))
-                scales = factors[few] if any(needed) else None
-                losses[few] = self._losses(values[first - start : few.stop - start], labels[few], scales)
+            losses[rows] = self._losses(values, labels[rows], factors[rows] if any(needed) else None)
             for inputs, of_input, of_weight, each in zip(
                 self._inputs, of_inputs, of_weights, self._weights, strict=True
             ):
@@ -372,12 +363,11 @@ class _ChunkedHead:
         hidden, weight = self._inputs[0], self._weights[0]
         tokens, words, chunk = len(hidden), self._vocabulary.largest, self._options.chunk_tokens
         if chunk == "auto":
-            # Copies in a wider dtype are made of all logits of a chunk: here on a GPU, in gemm on a CPU that
-            # does not multiply in bfloat16. The slope of the softcap is made of a block, small on a CPU.
-            narrow = _has_narrow_products(weight) and self._block_rows is not None
-            copies = (weight.dtype != self.dtype and not narrow) * self.dtype.itemsize
-            if self._options.softcap is not None and self._block_rows is None:
-                copies += self.dtype.itemsize
+            # Copies in a wider dtype are made of all logits of a chunk: by torch's softmax, and by gemm on a
+            # CPU that does not multiply in bfloat16.
+            copies = (weight.dtype != self.dtype and not _has_narrow_products(weight)) * self.dtype.itemsize
+            if self._options.softcap is not None and self._softmax is TorchSoftmax:
+                copies += self.dtype.itemsize  # the slope of the softcap
             inputs = weight.shape[1] * self.dtype.itemsize if of_weight and copies else 0
             nbytes = words * (weight.itemsize + copies) + inputs
             chunk = (CHUNK_BYTES - _PRODUCT_BYTES) // max(1, nbytes)
@@ -389,33 +379,20 @@ class _ChunkedHead:
         times ``factors``, unless these are None."""
         options, vocabulary, size = self._options, self._vocabulary, self._vocabulary.size
         smoothing = options.label_smoothing
-        values, slope = logits.to(self.dtype), None
-        if options.softcap is not None:
-            values.div_(options.softcap).tanh_()
-            slope = None if factors is None else torch.square(values).neg_().add_(1)
-            values.mul_(options.softcap)
-        largest = values.amax(-1)
+        softmax = self._softmax(logits, labels - vocabulary.first, options.softcap, factors is not None)
+        largest = softmax.largest()
         vocabulary.all_reduce(largest, dist.ReduceOp.MAX)
-        values.sub_(largest[:, None])
-        index = labels - vocabulary.first
-        owned = (index >= 0) & (index < logits.shape[-1])
-        index = index.where(owned, 0)[:, None]
-        label = values.gather(-1, index)[:, 0].where(owned, 0)
-        rest = values.sum(-1) if smoothing else torch.zeros_like(label)
-        sums = torch.stack([values.exp_().sum(-1), label, rest])
+        sums = softmax.sums(largest)
         vocabulary.all_reduce(sums)
         logarithm = sums[0].log()
         normalizer = logarithm + largest
-        losses = logarithm - (1 - smoothing) * sums[1] - smoothing / size * sums[2]
+        losses = logarithm - (1 - smoothing) * sums[1]
+        if smoothing:  # not times 0, since the sum is infinite with words that cannot occur
+            losses -= smoothing / size * sums[2]
         if factors is not None:
-            scales = factors * (1 + 2 * options.z_loss * normalizer) / sums[0]
-            values.mul_(scales[:, None])
-            if smoothing:
-                values.sub_((smoothing / size * factors)[:, None])
-            values.scatter_add_(-1, index, ((smoothing - 1) * factors).where(owned, 0)[:, None])
-            if slope is not None:
-                values.mul_(slope)
-            logits.copy_(values)
+            scale = factors * (1 + 2 * options.z_loss * normalizer)
+            uniform, target = smoothing / size * factors, (1 - smoothing) * factors
+            softmax.write_gradient(torch.stack([normalizer, scale, uniform, target]))
         return losses + options.z_loss * normalizer.square()
 
 

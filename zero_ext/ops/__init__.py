@@ -56,6 +56,7 @@ from zero_ext.ops.host_memory import (
     torch_swaps_storages,
 )
 from zero_ext.ops.load_library import get_isa, is_built, load, load_kernels, set_isa
+from zero_ext.ops.loss import softmax_gradient_, softmax_sums
 from zero_ext.ops.optimizers import adam_step_, adam_step_8bit_, lamb_norms_, lamb_step_, lion_step_
 from zero_ext.ops.state_stream import (
     ADAM_FIELDS,
@@ -159,6 +160,8 @@ __all__ = [
     "requantize_",
     "set_isa",
     "sign_payload_bytes",
+    "softmax_gradient_",
+    "softmax_sums",
     "squared_norm_",
     "squared_norm_value",
     "state_stream_adam_",

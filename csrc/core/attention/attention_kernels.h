@@ -1,8 +1,10 @@
-// The table of attention kernels that each instruction set provides.
+// The table of kernels with exponentials, of attention and the cross entropy, that each instruction
+// set provides.
 #pragma once
 
 #include <cstdint>
 
+#include "../loss/cross_entropy.h"
 #include "attention_args.h"
 
 namespace zero_ext::core {
@@ -49,6 +51,9 @@ struct AttentionKernels {
     // Writes `rows` sums of the padded head dim, times a factor, as rows of the type.
     void (*write_rows)(const float* sums, std::int64_t rows, std::int64_t head_dim, float factor,
                        void* target);
+    void (*sum_softmax)(const LogitRows&, const SoftmaxSums&, std::int64_t begin, std::int64_t end);
+    void (*differentiate_softmax)(const LogitRows&, const SoftmaxGradient&, std::int64_t begin,
+                                  std::int64_t end);
   };
   OfType of_type[kNumericTypes];
 };
