@@ -15,7 +15,10 @@ template <class V, class T>
 struct CrossEntropyRows {
   using Float = typename V::Float;
   static constexpr float kLog2E = 0x1.715476p0F;
-  static constexpr std::int64_t kBlock = 128 * V::width;  // that float32 sums before float64
+  // Sums of every vector type have the same order, and so the same bits.
+  static constexpr int kLanes = 16;
+  static constexpr int kVectors = kLanes / V::width;
+  static constexpr std::int64_t kBlock = 128 * kLanes;  // that float32 sums before float64
 
   // By exp(-2|a|), and below 1/4, where 1 - exp(-2|a|) would cancel, by its series to a^9.
   static Float tanh(Float a) {
@@ -49,9 +52,13 @@ struct CrossEntropyRows {
     return V::exp2(V::mul(V::sub(logit, V::set(reference)), V::set(kLog2E)));
   }
 
-  static double lane_sum(Float value) {
-    double sum = V::sum(V::template widen<0>(value));
-    if constexpr (V::halves == 2) sum += V::sum(V::template widen<V::halves - 1>(value));
+  static double sum_of(const Float (&values)[kVectors]) {
+    double sum = 0;
+    for (const Float value : values) {
+      float lanes[V::width];
+      V::store(lanes, value);
+      for (const float lane : lanes) sum += lane;
+    }
     return sum;
   }
 
@@ -77,27 +84,31 @@ struct CrossEntropyRows {
     double sum = 0;
     double rest = 0;
     std::int64_t i = 0;
-    while (i + V::width <= rows.words) {
-      const std::int64_t left = (rows.words - i) / V::width * V::width;
+    while (i + kLanes <= rows.words) {
+      const std::int64_t left = (rows.words - i) / kLanes * kLanes;
       const std::int64_t end = i + (left < kBlock ? left : kBlock);
-      Float exponentials = V::set(0.0F);
-      Float differences = V::set(0.0F);
-      for (; i < end; i += V::width) {
-        const Float value = logit<Capped>(logits + i, rows.softcap).value;
-        exponentials = V::add(exponentials, exponential(value, largest));
-        differences = V::add(differences, V::sub(value, V::set(largest)));
+      Float exponentials[kVectors];
+      Float differences[kVectors];
+      for (int k = 0; k < kVectors; ++k) exponentials[k] = differences[k] = V::set(0.0F);
+      for (; i < end; i += kLanes) {
+        for (int k = 0; k < kVectors; ++k) {
+          const Float value = logit<Capped>(logits + i + k * V::width, rows.softcap).value;
+          exponentials[k] = V::add(exponentials[k], exponential(value, largest));
+          differences[k] = V::add(differences[k], V::sub(value, V::set(largest)));
+        }
       }
-      sum += lane_sum(exponentials);
-      rest += lane_sum(differences);
+      sum += sum_of(exponentials);
+      rest += sum_of(differences);
     }
-    if (i < rows.words) {
+    for (; i < rows.words; i += V::width) {
+      const std::int64_t count = rows.words - i < V::width ? rows.words - i : V::width;
       T padded[V::width];
-      copy_tail(logits + i, rows.words - i, padded);
+      copy_tail(logits + i, count, padded);
       const Float value = logit<Capped>(padded, rows.softcap).value;
       float lanes[2][V::width];
       V::store(lanes[0], exponential(value, largest));
       V::store(lanes[1], V::sub(value, V::set(largest)));
-      for (std::int64_t lane = 0; lane < rows.words - i; ++lane) {
+      for (std::int64_t lane = 0; lane < count; ++lane) {
         sum += lanes[0][lane];
         rest += lanes[1][lane];
       }

@@ -1,7 +1,9 @@
 #include "../../core/loss/cross_entropy.h"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <optional>
 
 #include "../test_support.h"
 
@@ -147,6 +149,27 @@ TYPED_TEST(CrossEntropy, GradientsAreThoseInDouble) {
                 << words << " words, cap " << softcap << ", word " << i;
           }
         }
+      }
+    }
+  }
+}
+
+TYPED_TEST(CrossEntropy, EveryIsaGivesTheSameBits) {
+  auto generator = fresh_generator();
+  for (const std::int64_t words : {5, 33, 5000}) {
+    for (const float softcap : {0.0F, 3.0F}) {
+      const Rows<TypeParam> inputs(generator, words, softcap);
+      std::optional<Rows<TypeParam>> first;
+      for (const Isa isa : available_isas()) {
+        const SelectedIsa selected(isa);
+        Rows<TypeParam> rows = inputs;
+        rows.sum();
+        rows.differentiate();
+        if (!first) first = rows;
+        for (int i = 0; i < 3; ++i) EXPECT_EQ(rows.sums[i], first->sums[i]);
+        const std::size_t bytes = rows.logits.size() * sizeof(TypeParam);
+        EXPECT_EQ(std::memcmp(rows.logits.data(), first->logits.data(), bytes), 0)
+            << words << " words, cap " << softcap << ", instruction set " << static_cast<int>(isa);
       }
     }
   }
