@@ -15,8 +15,8 @@ core::LogitRows read_rows(const char* op, const Tensor& logits, const Tensor& la
                           double softcap) {
   const Argument argument{op, "logits"};
   const core::NumericType type = check_numeric(logits, argument);
-  STD_TORCH_CHECK(logits.dim() == 2, label(argument), "has shape ", shape_text(logits),
-                  ". Pass logits [tokens, words].");
+  STD_TORCH_CHECK(logits.dim() == 2, label(argument), "expected shape [tokens, words], got ",
+                  shape_text(logits), ". Pass a row of logits for each token.");
   const Argument of_labels{op, "labels"};
   check_dtype(labels, of_labels, ScalarType::Long);
   check_flat(labels, of_labels, logits.size(0));
@@ -33,8 +33,8 @@ const float* read_coefficients(const char* op, const char* name, const Tensor& v
   const Argument argument{op, name};
   check_dtype(values, argument, ScalarType::Float);
   STD_TORCH_CHECK(values.dim() == 2 && values.size(0) == rows && values.size(1) == logits.size(0),
-                  label(argument), "has shape ", shape_text(values), ". Pass [", rows, ", ",
-                  logits.size(0), "], a column for each token.");
+                  label(argument), "expected shape [", rows, ", ", logits.size(0), "], got ",
+                  shape_text(values), ". Pass a column for each token.");
   return values.const_data_ptr<float>();
 }
 
