@@ -35,6 +35,8 @@ CONTEXT_BAR = 4
 CONTEXT_SHAPE = "34m"
 CONTEXT_PAIR = ("long@1", "checkpointed@1")
 CONTEXT_GRAIN = 4096
+CONTEXT_SECONDS = 3 * 3600.0  # of one step: dense attention of 80,000 tokens on two cores
+ANSWER_SECONDS = 900.0  # of the steps of the others
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,23 @@ class Trial:
     reason: str = ""
 
 
-def attempt(key: str, model: str, cap_bytes: int, length: int = SEQUENCE_LENGTH, steps: int = STEPS) -> Trial:
-    """Train `model` with the contender `key`, all of its ranks under one cap of `cap_bytes`."""
+def attempt(
+    key: str,
+    model: str,
+    cap_bytes: int,
+    length: int = SEQUENCE_LENGTH,
+    steps: int = STEPS,
+    seconds: float = ANSWER_SECONDS,
+) -> Trial:
+    """Train `model` with the contender `key`, all of its ranks under one cap of `cap_bytes`, for at most
+    `seconds`."""
     contender, shape = contender_named(key), shape_named(model)
     with capped(lambda watched: cap_bytes) as cap:
         facts = (key, model, shape.parameters, length, cap_bytes, cap.name)
         try:
-            with Team(contender.title, contender.ranks, contender.threads, cap=cap) as team:
+            with Team(
+                contender.title, contender.ranks, contender.threads, cap=cap, timeout_seconds=seconds
+            ) as team:
                 team.start(contender, model)
                 answers = team.ask("steps", unmeasured=0, measured=steps, length=length)
                 memory = team.ask("memory")
@@ -128,10 +140,14 @@ def context(cap_bytes: int, console: Console) -> list[Trial]:
     trials: list[Trial] = []
     while not trials or trials[-1].trained:
         length = CONTEXT_GRAIN * (len(trials) + 1)
-        trials.append(_report(attempt(theirs, CONTEXT_SHAPE, cap_bytes, length, steps=1), console))
+        trials.append(_report(_one_step(theirs, cap_bytes, length), console))
     length = CONTEXT_BAR * trials[-1].length
-    trials.append(_report(attempt(ours, CONTEXT_SHAPE, cap_bytes, length, steps=1), console))
+    trials.append(_report(_one_step(ours, cap_bytes, length), console))
     return trials
+
+
+def _one_step(key: str, cap_bytes: int, length: int) -> Trial:
+    return attempt(key, CONTEXT_SHAPE, cap_bytes, length, steps=1, seconds=CONTEXT_SECONDS)
 
 
 def _report(trial: Trial, console: Console) -> Trial:
