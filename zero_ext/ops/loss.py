@@ -8,7 +8,7 @@ from zero_ext.ops.load_library import fake_kernel, inplace, op
 
 
 def softmax_sums(logits: Tensor, labels: Tensor, largest: Tensor, softcap: float) -> Tensor:
-    """Return sums over each row of `logits`, of which ``softcap * tanh(logit / softcap)`` counts.
+    """Return sums over each row of `logits`, each replaced by ``softcap * tanh(logit / softcap)``.
 
     Args:
         logits: float32, bfloat16 or float16 [tokens, words], contiguous, on the CPU.

@@ -154,7 +154,7 @@ TYPED_TEST(CrossEntropy, GradientsAreThoseInDouble) {
   }
 }
 
-TYPED_TEST(CrossEntropy, EveryIsaGivesTheSameBits) {
+TYPED_TEST(CrossEntropy, EveryIsaHasTheSameBits) {
   auto generator = fresh_generator();
   for (const std::int64_t words : {5, 33, 5000}) {
     for (const float softcap : {0.0F, 3.0F}) {
