@@ -411,11 +411,11 @@ def stored_chunks(
     if not updates:
         return
     gradients = {update.index: update.gradient for update in updates}
-    ranges = {update.index: update.ranges for update in updates if update.ranges is not None}
+    touched = {update.index: update.ranges for update in updates if update.ranges is not None}
     states = [(index, stored_state(ranges[index])) for index in gradients]
     stream = states[0][1].stream
     buffers = staging.state_chunk_buffers(stream.chunk_bytes, stream.chunk_elements)
-    with contextlib.closing(visit_chunks(stream, states, buffers.buffers, kind, ranges)) as chunks:
+    with contextlib.closing(visit_chunks(stream, states, buffers.buffers, kind, touched)) as chunks:
         for chunk in chunks:
             shard = gradients[chunk.index]
             gradient = staging.fetch_gradient(shard, chunk.begin, chunk.end, TIERS[shard.tier].near)

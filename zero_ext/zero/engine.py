@@ -117,8 +117,9 @@ class Engine(Ending):
         self.reducer = GradientReducer(trained, *context, self.optimizer_step, self._generation)
         self.access = OnDemandAccess(self)
         self.prefetcher = Prefetcher(self.units, config.units, self._bus, weakly(self.access.commit))
-        events = map(weakly, (self._passed, self._begin_backward, self._end_backward, self._abandon_backward))
-        self.backward_pass = BackwardPass(self.prefetcher, self._clock, experts.add, *events)
+        events = map(weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
+        passed = weakly(self._passed)
+        self.backward_pass = BackwardPass(self.prefetcher, self._clock, experts.add, passed, *events)
         check = weakly(self._check_parameters)
         self.hooks = ForwardHooks(self.prefetcher, self.backward_pass, check, self._clock, checkpointing)
         self.index = {
