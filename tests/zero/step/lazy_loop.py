@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ def unreached_elements(value: torch.Tensor, name: str, reached: frozenset[int]) 
     """Which elements of ``value``, of the parameter ``name``, belong to other experts."""
     others = torch.zeros(value.shape, dtype=torch.bool)
     if ".experts." in name:
-        others[sorted(frozenset(range(EXPERTS)) - reached)] = True
+        others[sorted(frozenset(range(value.shape[0])) - reached)] = True
     return others
 
 
@@ -65,13 +65,17 @@ class LazyLoop:
     def step(self, world: World, batches: Sequence[Batch]) -> None:
         for batch in batches:
             (batch.mean_loss(self.model) / len(batches)).backward()
+        reached = reached_in(batches)
+        self.update(lambda module: reached)
+
+    def update(self, reached_of: Callable[[str], frozenset[int]]) -> None:
+        """A step from the gradients that are there, with the experts that each module has reached."""
         if self._clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-        reached = reached_in(batches)
         before = {key: value.clone() for key, value in self.values().items()}
         self.optimizer.step()
         for (kind, name), value in self.values().items():
-            others = unreached_elements(value, name, reached)
+            others = unreached_elements(value, name, reached_of(name.rpartition(".")[0]))
             value[others] = before[kind, name][others] if (kind, name) in before else 0.0
         self.optimizer.zero_grad()
 
@@ -90,7 +94,7 @@ def own_shards(optimizer: Any) -> dict[tuple[str, str, int], torch.Tensor]:
     found = {}
     for key, value in optimizer.state_dict()["shards"].items():
         kind, name, start = key.split("/")
-        found[kind, name, int(start)] = value
+        found[kind, name, int(start)] = value.cpu()
     return found
 
 

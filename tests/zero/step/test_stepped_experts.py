@@ -7,12 +7,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zero_ext
+from tests.accelerator.stand_in import BACKEND
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.step.lazy_loop import (
@@ -77,7 +80,7 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
 def train_step(world: World, model: Any, optimizer: Any, step: int) -> frozenset[int]:
     """A step; the experts that it has reached."""
     batches = batches_of(world, step)
-    for batch in batches:
+    for batch in [each.to(str(engine_of(model).device)) for each in batches]:
         model.backward(batch.loss_on(model, world.rank) / len(batches))
     optimizer.step()
     optimizer.zero_grad()
@@ -87,12 +90,25 @@ def train_step(world: World, model: Any, optimizer: Any, step: int) -> frozenset
 @on_ranks(1, 2)
 @pytest.mark.parametrize("case", RUNS)
 def test_steps_are_those_of_a_loop_that_restores_other_experts(world: World, case: str) -> None:
+    compare_with_the_loop(world, case, "cpu")
+
+
+@on_ranks(1, 2, stand_in=True)
+@pytest.mark.parametrize("case", ["device", "host", "nvme", "Lion on nvme", "on trial", "delayed, nvme"])
+def test_steps_on_an_accelerator_are_those_of_the_loop(world: World, case: str) -> None:
+    offered = mock.patch.object(dist, "get_backend_config", lambda group: f"stand_in:{BACKEND}")
+    with offered:
+        compare_with_the_loop(world, case, "stand_in:0")
+
+
+def compare_with_the_loop(world: World, case: str, device: str) -> None:
     course, offload, more = RUNS[case]
     plain = MixtureModel(world.seed, more.get("checkpoints", False))
     shapes = shapes_of(plain)
     lazy = LazyLoop(copy.deepcopy(plain), course)
     with placed(offload) as section:
-        model, optimizer = prepared(world, plain, course, section, more.get("persistence_threshold", -1))
+        threshold = more.get("persistence_threshold", -1)
+        model, optimizer = prepared(world, plain.to(device), course, section, threshold)
         before, checked = own_shards(optimizer), 0
         for step in range(2 * len(STEPS)):
             reached = train_step(world, model, optimizer, step)
@@ -109,7 +125,9 @@ def test_steps_are_those_of_a_loop_that_restores_other_experts(world: World, cas
                 torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5, msg=f"{kind} {name}, {where}")
             full = zero_ext.full_state_dict(model, rank0_only=False)
             for name, value in lazy.model.state_dict().items():
-                torch.testing.assert_close(full[name], value, rtol=1e-4, atol=1e-5, msg=f"{name}, {where}")
+                torch.testing.assert_close(
+                    full[name].cpu(), value, rtol=1e-4, atol=1e-5, msg=f"{name}, {where}"
+                )
         assert checked > 0
         steps = optimizer.state_dict()["scalars"].get("step", {})
         alone = {
