@@ -101,7 +101,7 @@ class Engine(Ending):
         self._model, self._began = weakref.ref(model), time.perf_counter()
         self._bus, self._clock = collectives.bus, StepClock(collectives.bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
-        self._generation = GradientGeneration()
+        self._generation, experts = GradientGeneration(), SteppedExperts.of(model, owned, config)
         settings = (pool, gradient_staging, tiers, config, collectives, used_up, self._generation)
         self._gradients = {master.unit: UnitGradients(master.unit, *settings) for master in self.masters}
         trained = list(self._gradients.values())
@@ -109,7 +109,6 @@ class Engine(Ending):
         self.norms = GradientNorms(trained, collectives, tiers.device, self._generation, uncounted)
         self._tied = TiedGradients(trained, collectives.model, self._generation)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
-        experts = SteppedExperts.of(model, owned, config)
         self.optimizer_step = OptimizerStep(
             self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss, experts
         )
@@ -118,9 +117,8 @@ class Engine(Ending):
         self.access = OnDemandAccess(self)
         self.prefetcher = Prefetcher(self.units, config.units, self._bus, weakly(self.access.commit))
         events = map(weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
-        passed = weakly(self._passed)
+        passed, check = weakly(self._passed), weakly(self._check_parameters)
         self.backward_pass = BackwardPass(self.prefetcher, self._clock, experts.add, passed, *events)
-        check = weakly(self._check_parameters)
         self.hooks = ForwardHooks(self.prefetcher, self.backward_pass, check, self._clock, checkpointing)
         self.index = {
             parameter: (unit, number)
