@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,6 +28,8 @@ GRACE_SECONDS = 10.0  # for the other ranks to report as well, once one has fail
 # Torch keeps the groups of every mesh for the life of the process, and gloo wakes a thread for each of them a
 # hundred times a second: in numbers they slow all that runs. Ended, they would be missed by DTensor's caches.
 MOST_GROUPS = 16
+# A rank that has run tests of a large library holds some 200 MB. A pool starts again within a second or two.
+MOST_RANKS = 8
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "zero_ext", "zero_ext.zero", "tests.multi.rank"]
 
 
@@ -36,15 +38,18 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """``size`` processes in one world of ``backend``, started at first use and again after any failure, and
-    when their tests have left many process groups.
+    """``size`` processes in one world of ``backend``, started at first use and again after any failure, when
+    their tests have left many process groups, and when other pools needed their memory: one test process has
+    ``MOST_RANKS`` ranks at most, but for a single larger pool.
 
     Work is named ``module:function``; its arguments are JSON-able, its results JSON-able or tensors. A call
     runs on the first ``world_size`` ranks, which form a group of their own. Whoever has no work is stopped,
-    threads of gloo included, so that many idle pools cost nothing. With ``stand_in`` every process has the
+    threads of gloo included, so that idle pools cost no time. With ``stand_in`` every process has the
     stand-in accelerator (tests/accelerator). ``preload`` names modules that all processes share if this is
     the first pool to start.
     """
+
+    _running: ClassVar[list[RankPool]] = []  # the one used last at the end
 
     def __init__(
         self,
@@ -76,8 +81,7 @@ class RankPool:
         """Results of ``target`` on each of ``world_size`` ranks; raises :class:`RankFailure`."""
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size: {world_size} given, 1 to {self.size} wanted")
-        if not self._processes:
-            self._start()
+        self._make_ready()
         seed = secrets.randbits(31) if seed is None else seed
         self._tasks += 1
         task = RankTask(target, arguments, world_size, seed, self._tasks)
@@ -108,9 +112,21 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+        if self in self._running:
+            self._running.remove(self)
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+    def _make_ready(self) -> None:
+        """Starts the ranks if there are none, after the end of those of other pools that leave no room."""
+        if self in self._running:
+            self._running.remove(self)
+        while self._running and self.size + sum(each.size for each in self._running) > MOST_RANKS:
+            self._running[0].close()
+        if not self._processes:
+            self._start()
+        self._running.append(self)
 
     def _start(self) -> None:
         if self.stand_in:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.multi.on_ranks import on_ranks
-from tests.multi.pool import MOST_GROUPS, RankFailure, RankPool
+from tests.multi.pool import MOST_GROUPS, MOST_RANKS, RankFailure, RankPool
 from tests.multi.process_states import reaches
 from tests.multi.rank import World
 
@@ -54,6 +54,27 @@ def small_pool() -> Any:
     pool = RankPool(2)
     yield pool
     pool.close()
+
+
+def test_the_pool_used_least_recently_ends_where_another_needs_its_memory() -> None:
+    pools = [RankPool(size) for size in (2, MOST_RANKS - 2, 2)]
+    try:
+
+        def processes(number: int) -> set[int]:
+            return {
+                answer["pid"] for answer in pools[number].run(2, f"{THIS_MODULE}:sum_of_ranks", {"factor": 1})
+            }
+
+        first, second = processes(0), processes(1)
+        assert processes(0) == first and processes(1) == second  # both fit
+        third = processes(2)
+        assert processes(1) == second and processes(2) == third
+        assert not any(Path(f"/proc/{pid}").exists() for pid in first)
+        assert processes(0).isdisjoint(first)  # started again
+        assert not any(Path(f"/proc/{pid}").exists() for pid in second)
+    finally:
+        for pool in pools:
+            pool.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
