@@ -6,6 +6,7 @@ import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -316,6 +317,27 @@ class _WideExperts(nn.Module):
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
         return torch.stack([hidden @ self.weight[number] for number in top_k_index.tolist()])
+
+
+class _OpaqueExperts(_WideExperts):
+    """A forward with an output in which no tensor is found."""
+
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor) -> Any:
+        return SimpleNamespace(mixed=super().forward(hidden, top_k_index))
+
+
+def test_experts_with_outputs_that_cannot_be_followed_are_stepped() -> None:
+    torch.manual_seed(6)
+    plain = nn.ModuleDict({"experts": _OpaqueExperts()})
+    model, optimizer = zero_ext.prepare(
+        plain, Course().make(plain), {"stage": 3, "units": {**UNITS, "persistence_threshold": 0}}, wrap=False
+    )
+    before = model["experts"].weight.detach().clone()
+    model["experts"](torch.ones(64), torch.tensor([2, 5])).mixed.sum().backward()
+    optimizer.step()
+    changed = (model["experts"].weight.detach() != before).flatten(1).float().mean(1)
+    assert [bool(share > 0.99) for share in changed] == [number in (2, 5) for number in range(EXPERTS)]
+    assert changed[[0, 1, 3, 4, 6, 7]].sum() == 0
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])

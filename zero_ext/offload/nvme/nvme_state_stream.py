@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -264,9 +265,10 @@ def visit_chunks(
     element. While one is worked on the next is read and the last, if it was changed, written.
 
     ``buffers`` are ``CHUNK_BUFFERS`` of ``stream.chunk_bytes`` bytes. With ``kind`` its values alone move
-    where they are whole blocks, for steps that visit each kind in turn, the master weights last. Chunks
-    without an element in the ``ranges`` of their state, by index, are left out unless all of it moves. Raises
-    ``RuntimeError`` if a transfer failed; none is in flight once the iterator has ended or was closed.
+    where they are whole blocks, for steps that visit each kind in turn, the master weights last. ``ranges``
+    of elements, ascending, come with the index of their state. Chunks without an element in them are left out
+    unless all of the state moves. Raises ``RuntimeError`` if a transfer failed; none is in flight once the
+    iterator has ended or was closed.
     """
     chunks = [
         _chunk(stream, index, state, *span, kind)
@@ -308,7 +310,10 @@ def visit_chunks(
 
 
 def _touches(span: tuple[int, int], ranges: Sequence[tuple[int, int]] | None) -> bool:
-    return ranges is None or any(begin < span[1] and span[0] < end for begin, end in ranges)
+    if ranges is None:
+        return True
+    first = bisect_right(ranges, span[0], key=lambda each: each[1])
+    return first < len(ranges) and ranges[first][0] < span[1]
 
 
 def _chunk(

@@ -168,9 +168,13 @@ class BackwardPass:
             # count, because gradients of inputs may arrive before the others run.
             call.awaited = call.inputs
             self._holding.add(call)
-            if call.reached is not None:
-                # Not in forward: gradients may be cleared between forward and backward.
-                self._on_reached(call.name, call.reached)
+            # Not in forward: gradients may be cleared between forward and backward.
+            self.note_reached(call)
+
+    def note_reached(self, call: BlockCall) -> None:
+        """Note that a backward runs, or may run, through a call with tokens on some experts."""
+        if call.reached is not None:
+            self._on_reached(call.name, call.reached)
 
     def release(self, call: BlockCall) -> None:
         """Every input of ``call`` has its gradient: its units are not needed any more."""

@@ -317,6 +317,9 @@ class ForwardHooks(Ending):
                     "so its backward cannot be foreseen",
                 )
 
+        if not any(tensor.requires_grad for tensor in tensors):
+            self._backward.note_reached(call)  # no hook below will say when its backward begins
+
         def needed(gradient: torch.Tensor, uses: _Uses) -> None:
             # The calls that used this output have ended their backward. They release before this one gathers.
             for arrived in uses:
