@@ -73,12 +73,15 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
         "minimum": draw(st.floats(2.0**-20, 2.0)),
     }
     stage = draw(st.integers(0, 3))
+    experts = draw(st.sampled_from(["all", "routed"])) if stage == 3 else "all"
+    moments = draw(st.sampled_from([*DTYPES[:2], "8bit"]))
+    skips = experts == "routed" and moments != "8bit" and draw(st.booleans())
     complete = {
         "stage": stage,
         "precision": {
             "dtype": dtype,
             "grad_accum_dtype": draw(st.sampled_from(DTYPES)),
-            "moments_dtype": draw(st.sampled_from([*DTYPES[:2], "8bit"])),
+            "moments_dtype": moments,
             "communication_dtype": draw(st.none() | st.sampled_from(DTYPES)),
         },
         "loss_scale": scale if dtype in ("keep", "fp16") else {},
@@ -89,7 +92,8 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
             "persistence_threshold": draw(st.integers(0, 2**62)),
             "max_live_elements": draw(COUNTS),
             "prefetch_elements": draw(st.integers(0, 2**62)),
-            "experts": draw(st.sampled_from(["all", "routed"])) if stage == 3 else "all",
+            "experts": experts,
+            "update_experts": "routed" if skips else "all",
         },
         "batch": {
             name: draw(COUNTS)

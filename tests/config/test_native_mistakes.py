@@ -29,6 +29,12 @@ VALUES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("units.bucket_elements", 0, ("got 0", "at least 1")),
     ("units.leaf_modules", "Experts", ("a list of non-empty strings",)),
     ("units.experts", "some", ("'all' or 'routed'", "got 'some'")),
+    ("units.update_experts", "some", ("'all' or 'routed'", "got 'some'")),
+    (
+        "units.update_experts",
+        "routed",
+        ("expected 'all' with units.experts 'all'", "Set experts to 'routed'"),
+    ),
     ("gradient_clipping", math.nan, ("got nan", "finite")),
     ("gradient_clipping", True, ("got True (bool)",)),
     ("gradient_clipping", -1.0, ("got -1.0", "at least 0")),
@@ -206,3 +212,12 @@ def test_contradictions_between_sections_and_strange_keys_and_values() -> None:
 def test_routed_experts_need_exact_shards_of_all_ranks(other: dict[str, Any], words: tuple[str, ...]) -> None:
     refused({"units": {"experts": "routed"}, **other}, "units.experts", ("got 'routed'", *words))
     assert load_config({"units": {"experts": "all"}, **other}).units.experts == "all"
+
+
+def test_skipped_experts_need_moments_of_their_own() -> None:
+    units = {"experts": "routed", "update_experts": "routed"}
+    shared = ("precision.moments_dtype = '8bit'", "Set moments_dtype to 'fp32' or 'bf16'")
+    refused({"units": units, "precision": {"moments_dtype": "8bit"}}, "units.update_experts", shared)
+    assert (
+        load_config({"units": units, "precision": {"moments_dtype": "bf16"}}).units.update_experts == "routed"
+    )

@@ -145,12 +145,23 @@ CASES += [
     *(
         Case(
             "ZeRO stages 0 to 3, with state on the device, in host memory or on NVMe",
-            f"routed experts, {checkpointed}state {tier}",
+            f"routed experts, {how}state {tier}",
             f"{SHARDING}:routed_experts",
             2,
-            {"offload": dict.fromkeys(KINDS, tier), "checkpoints": bool(checkpointed)},
+            {
+                "offload": dict.fromkeys(KINDS, tier),
+                "checkpoints": how == "checkpointed, ",
+                "updates": "routed" if how == "stepped alone, " else "all",
+            },
         )
-        for tier, checkpointed in (("device", ""), ("device", "checkpointed, "), ("host", ""), ("nvme", ""))
+        for tier, how in (
+            ("device", ""),
+            ("device", "checkpointed, "),
+            ("device", "stepped alone, "),
+            ("host", ""),
+            ("nvme", ""),
+            ("nvme", "stepped alone, "),
+        )
     ),
     *(
         Case(

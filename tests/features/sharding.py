@@ -168,11 +168,14 @@ def editing(world: World, device: str) -> Found:
     return {"norms": norms, **on_host(zero_ext.full_state_dict(prepared, rank0_only=False))}
 
 
-def routed_experts(world: World, device: str, offload: dict[str, Any], checkpoints: bool) -> Found:
+def routed_experts(
+    world: World, device: str, offload: dict[str, Any], checkpoints: bool, updates: str
+) -> Found:
     """Steps of mixtures that gather only the experts that tokens reach, other ones in every micro-batch."""
+    units = {**ROUTED, "update_experts": updates}
     model, losses = MixtureModel(world.seed, checkpoints).to(device), []
     with tempfile.TemporaryDirectory() as folder:
-        config = configuration(3, Plan(micro_batches=2), offload=with_storage(offload, folder), units=ROUTED)
+        config = configuration(3, Plan(micro_batches=2), offload=with_storage(offload, folder), units=units)
         prepared, optimizer = zero_ext.prepare(model, adamw(model.parameters()), config)
         for step in range(4):
             for micro in range(2):

@@ -32,6 +32,7 @@ class OptimizerTraits:
         needs_norms: whether a step needs norms of full parameters of all ranks.
         factors: whether state has values for rows and columns of full matrices.
         whole_tensors: whether a step needs full tensors, each at one rank.
+        skips_experts: whether a step can leave out experts of a stacked parameter (`units.update_experts`).
         rest: name of the optimizer that steps parameters which are no hidden matrices. Empty: it does itself.
         one_bit_stages: ZeRO stages in which it compresses to 1 bit. Empty: it is not a 1-bit optimizer.
         resumes_from: names of other optimizers with state that it takes over.
@@ -50,6 +51,7 @@ class OptimizerTraits:
     needs_norms: bool = False
     factors: bool = False
     whole_tensors: bool = False
+    skips_experts: bool = False
     rest: str = ""
     one_bit_stages: tuple[int, ...] = ()
     resumes_from: frozenset[str] = frozenset()
@@ -70,12 +72,14 @@ _ADAM: dict[str, Any] = {
     "eight_bit": True,
     "on_nvme": "pipeline",
     "unless": ("amsgrad", "differentiable"),
+    "skips_experts": True,
     "deepspeed_defaults": {"lr": 1e-3, "weight_decay": 0.0},
 }
 _LAMB: dict[str, Any] = {"on_nvme": "chunks", "needs_norms": True, "deepspeed_builders": ("fused_lamb",)}
 _MOMENTUM = ("momentum_buffer",)
 _MUON: dict[str, Any] = {"on_nvme": "chunks", "whole_tensors": True, "rest": "AdamW"}
 _LION: dict[str, Any] = {
+    "skips_experts": True,
     "deepspeed_builders": ("cpu_lion", "fused_lion"),
     "deepspeed_defaults": {"lr": 1e-3, "betas": [0.9, 0.999]},
 }

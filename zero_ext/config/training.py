@@ -181,6 +181,10 @@ class UnitConfig(ConfigSection):
         experts: experts that a mixture of transformers gathers in stage 3. "all" gathers the weights of all
             experts. "routed" gathers those that the tokens of any rank are routed to, in forward and again in
             backward.
+        update_experts: experts of these mixtures that an optimizer step updates. "all" updates all of them.
+            "routed" leaves out those that no token of any rank has reached since the gradients were cleared:
+            their weights and moments stay as they are, without weight decay. It requires `experts` "routed",
+            and Adam, AdamW or Lion.
     """
 
     block_classes: Names = ()
@@ -192,6 +196,18 @@ class UnitConfig(ConfigSection):
     prefetch_elements: Count = 8_388_608
     reuse_elements: Count = 0
     experts: Literal["all", "routed"] = "all"
+    update_experts: Literal["all", "routed"] = "all"
+
+    @model_validator(mode="after")
+    def _only_routed_experts_are_skipped(self) -> UnitConfig:
+        if self.update_experts == "routed" and self.experts != "routed":
+            raise KeyProblem(
+                "update_experts",
+                f"expected 'all' with units.experts {show(self.experts)}, got 'routed': steps leave out "
+                "experts only where they are gathered one by one. Set experts to 'routed', or remove "
+                "update_experts.",
+            )
+        return self
 
 
 def _check_json(value: object, path: str, depth: int = 0) -> None:

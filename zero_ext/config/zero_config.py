@@ -187,6 +187,17 @@ class ZeroConfig(ConfigSection):
         return self
 
     @model_validator(mode="after")
+    def _skipped_experts_keep_their_moments(self) -> ZeroConfig:
+        if self.units.update_experts == "routed" and self.precision.moments_dtype == "8bit":
+            raise KeyProblem(
+                "units.update_experts",
+                "got 'routed' together with precision.moments_dtype = '8bit'. Moments of two experts share a "
+                "block of 8-bit codes, and a step of one would round those of the other. Set moments_dtype "
+                "to 'fp32' or 'bf16', or remove update_experts.",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_bit_needs_replicas(self) -> ZeroConfig:
         if self.optimizer is not None:
             check_one_bit(self.optimizer.type, self.stage, self.offload, self.precision)

@@ -22,7 +22,7 @@ class StepChunk(NamedTuple):
 
     Both are in memory of the tier where the state is, or through which it passes. ``staged`` is ``output`` if
     that is staging memory. Its ranges in ``sent``, counted from ``begin``, are sent on, or all of it if there
-    are none.
+    are none. An empty range there says that nothing is sent.
     """
 
     begin: int
@@ -97,6 +97,8 @@ class StepStaging:
                 sent: list[tuple[int, int]] = []
                 yield StepChunk(begin, end, chunk, staged, staged, sent)
                 for first, last in sent or [(0, end - begin)]:
+                    if first == last:
+                        continue
                     stored = staged_output.store(begin + first, staged[first:last], tier)
                 buffers.outputs.lend(stored)
             if end < gradient.numel and not early:

@@ -23,6 +23,7 @@ from zero_ext.optim.elementwise import (
     scalars_of,
 )
 from zero_ext.optim.stepper import (
+    ElementRanges,
     NonFiniteFlag,
     RangeStepper,
     Segment,
@@ -31,6 +32,7 @@ from zero_ext.optim.stepper import (
     StoredChunk,
     UnshardedState,
     Update,
+    segments_to_step,
     send_chunk,
     stored_chunks,
     stored_state,
@@ -63,15 +65,16 @@ class ElementwiseStream(RangeStepper):
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`; the gradient of one chunk exists in fp32 while it runs."""
         after: dict[str, dict[str, Any]] = {}
+        ranges = {update.index: update.ranges for update in updates}
         with contextlib.closing(stored_chunks(self._staging, self._ranges, updates)) as chunks:
             for chunk in chunks:
-                after.update(self._step_chunk(chunk, scale, used))
+                after.update(self._step_chunk(chunk, scale, used, ranges[chunk.state.index]))
         for name, scalars in after.items():
             self._scalars[name], self._made[name] = scalars, True
         yield from (update.index for update in updates)
 
     def _step_chunk(
-        self, stored: StoredChunk, scale: torch.Tensor, used: frozenset[str]
+        self, stored: StoredChunk, scale: torch.Tensor, used: frozenset[str], ranges: ElementRanges | None
     ) -> dict[str, dict[str, Any]]:
         """Step one chunk and return the scalars that its parameters have afterwards."""
         chunk, gradient = stored.state, stored.staging.gradient
@@ -80,11 +83,11 @@ class ElementwiseStream(RangeStepper):
         gradient[: end - begin].copy_(stored.gradient).mul_(scale)
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._groups]
         stepped: list[tuple[Segment, torch.Tensor]] = []
-        for segment in owned.segments:
+        for segment in segments_to_step(owned.segments, used, ranges):
             first, last = max(segment.begin, begin), min(segment.end, end)
             # A rank without elements of a parameter steps an empty one, to have its scalars.
             empty = segment.numel == 0 and begin == 0
-            if segment.name not in used or (first >= last and not empty):
+            if first >= last and not empty:
                 continue
             elements = slice(first - begin, last - begin) if first < last else slice(0, 0)
             value = values[MASTER][elements]

@@ -28,12 +28,12 @@ from zero_ext.optim.moments import EightBitMoments, FloatMoments, Moments
 from zero_ext.optim.stepper import (
     CountingStepper,
     NonFiniteFlag,
-    OwnedRange,
     RangeStepper,
     Segment,
     StepperInputs,
     Update,
     flag_on,
+    segments_to_step,
 )
 
 Row = TypeVar("Row")
@@ -67,7 +67,7 @@ class FusedStepper(RangeStepper, ABC):
         """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
         for number, update in enumerate(updates):
             owned = self._ranges[update.index]
-            bounds, rows = self._rows(owned, used)
+            bounds, rows = self._rows(update, used)
             output, tier = owned.output, owned.state.tier
             then = self._near_range(updates[number + 1 : number + 2], tier)
             for chunk in self._staging.chunks(tier, update.gradient, output, then=then):
@@ -83,14 +83,12 @@ class FusedStepper(RangeStepper, ABC):
                 return update.gradient, self._ranges[update.index].output
         return None
 
-    def _rows(
-        self, owned: OwnedRange, used: frozenset[str]
-    ) -> tuple[list[tuple[int, int]], list[list[float]]]:
+    def _rows(self, update: Update, used: frozenset[str]) -> tuple[list[tuple[int, int]], list[list[float]]]:
         """Element ranges to step and the hyper-parameters of each."""
         bounds: list[tuple[int, int]] = []
         rows: list[list[float]] = []
-        for segment in owned.segments:
-            if segment.name not in used or not segment.numel:
+        for segment in segments_to_step(self._ranges[update.index].segments, used, update.ranges):
+            if not segment.numel:
                 continue
             row = self._hyper_parameters(segment)
             begin, end = segment.begin, segment.end
@@ -111,7 +109,9 @@ class FusedStepper(RangeStepper, ABC):
     ) -> None:
         covers, inner_rows = inside(chunk.begin, chunk.end, bounds, rows)
         covered = sum(end - begin for begin, end in covers)
-        if chunk.staged is not None and covered < chunk.end - chunk.begin:
+        if not covered:
+            chunk.sent.append((0, 0))
+        elif chunk.staged is not None and covered < chunk.end - chunk.begin:
             # All of it is written back, so elements that the step skips need their current value.
             chunk.staged.copy_(self._ranges[index].state.read(MASTER, chunk.begin, chunk.end))
         if inner_rows:
@@ -158,7 +158,7 @@ class AdamStepper(CountingStepper, FusedStepper):
             if not isinstance(owned.state, NvmeState):
                 continue
             in_storage.append(update.index)
-            gradient, output, rows = update.gradient, owned.output, self._rows(owned, used)
+            gradient, output, rows = update.gradient, owned.output, self._rows(update, used)
             if self._staging.can_access(gradient, "host") and self._staging.can_access(output, "host"):
                 stored.append(AdamWork(owned.state.extent(0, owned.state.numel), gradient, output, *rows))
             else:
@@ -168,12 +168,12 @@ class AdamStepper(CountingStepper, FusedStepper):
             stream_adam(stored, scale, self._host_flag())
         yield from in_storage
 
-    def _rows(
-        self, owned: OwnedRange, used: frozenset[str]
-    ) -> tuple[list[tuple[int, int]], list[list[float]]]:
-        for name in {segment.name for segment in owned.segments if segment.name in used}:
+    def _rows(self, update: Update, used: frozenset[str]) -> tuple[list[tuple[int, int]], list[list[float]]]:
+        # Also of a parameter without an element to step here, so that all ranks count alike.
+        segments = self._ranges[update.index].segments
+        for name in {segment.name for segment in segments if segment.name in used}:
             self._steps[name] += 1
-        return super()._rows(owned, used)
+        return super()._rows(update, used)
 
     def _step_far(
         self,

@@ -159,7 +159,7 @@ class LambStepper(CountingStepper, FusedStepper):
     def _step_stored(
         self, stored: Sequence[Update], scale: torch.Tensor, used: frozenset[str]
     ) -> Iterator[int]:
-        settings = {update.index: self._rows(self._ranges[update.index], used) for update in stored}
+        settings = {update.index: self._rows(update, used) for update in stored}
         with contextlib.closing(stored_chunks(self._staging, self._ranges, stored)) as chunks:
             for chunk in chunks:
                 state = chunk.state

@@ -199,6 +199,27 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
         )
 
 
+def check_skipped_experts(optimizer: optim.Optimizer, update_experts: str) -> None:
+    """Raise ``ValueError`` if ``optimizer`` cannot leave out experts as ``update_experts``, a value of
+    ``units.update_experts``, asks for."""
+    if update_experts == "all":
+        return
+    entry = fused_entry(optimizer)
+    if entry is not None and entry.traits.skips_experts:
+        return
+    active = [
+        option
+        for option in ("amsgrad", "differentiable")
+        if any(group.get(option) for group in optimizer.param_groups)
+    ]
+    found = type(optimizer).__name__ + "".join(f" with {option}" for option in active)
+    raise ValueError(
+        "units.update_experts: expected Adam, AdamW or Lion, without amsgrad and differentiable, for "
+        f"'routed', got {found}. Its step cannot leave out experts of a stacked parameter. Use AdamW, or set "
+        "units.update_experts to 'all'."
+    )
+
+
 def check_groups(optimizer: optim.Optimizer) -> None:
     """Refuse with ``ValueError`` param groups that the optimizer's class refuses too, but that have changed
     since, and matrices that only its step would refuse."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from zero_ext.offload import (
 from zero_ext.offload.step_buffers import StateChunkBuffers
 
 MomentsDtype = torch.dtype | Literal["8bit"]
+ElementRanges = Sequence[tuple[int, int]]  # first element, and the one after the last; ascending and disjoint
 
 
 class NonFiniteFlag:
@@ -99,10 +101,15 @@ class OwnedRange:
 
 @dataclass(frozen=True)
 class Update:
-    """A range to be stepped and its gradient [n], where it is stored."""
+    """A range to be stepped and its gradient [n], where it is stored.
+
+    Of the elements only those in ``ranges`` are stepped, all if it is None. Steppers of optimizers without
+    :attr:`OptimizerTraits.skips_experts` get None.
+    """
 
     index: int
     gradient: ShardStorage
+    ranges: ElementRanges | None = None
 
 
 class Total(Protocol):
@@ -359,6 +366,24 @@ class CountingStepper(RangeStepper):
             self._steps[name] = int(state["step"][name])
 
 
+def segments_to_step(
+    segments: Iterable[Segment], used: Collection[str], ranges: ElementRanges | None
+) -> Iterator[Segment]:
+    """Yield the ``segments`` of parameters in ``used``, cut to ``ranges`` unless these are None."""
+    for segment in segments:
+        if segment.name not in used:
+            continue
+        if ranges is None:
+            yield segment
+            continue
+        for first, last in ranges[bisect_right(ranges, segment.begin, key=lambda each: each[1]) :]:
+            begin, end = max(first, segment.begin), min(last, segment.end)
+            if begin >= end:
+                break
+            start = segment.start + begin - segment.begin
+            yield replace(segment, start=start, begin=begin, numel=end - begin)
+
+
 class StoredChunk(NamedTuple):
     """A chunk of state in storage, its gradient where that is read, and buffers for both in host memory."""
 
@@ -386,10 +411,11 @@ def stored_chunks(
     if not updates:
         return
     gradients = {update.index: update.gradient for update in updates}
+    touched = {update.index: update.ranges for update in updates if update.ranges is not None}
     states = [(index, stored_state(ranges[index])) for index in gradients]
     stream = states[0][1].stream
     buffers = staging.state_chunk_buffers(stream.chunk_bytes, stream.chunk_elements)
-    with contextlib.closing(visit_chunks(stream, states, buffers.buffers, kind)) as chunks:
+    with contextlib.closing(visit_chunks(stream, states, buffers.buffers, kind, touched)) as chunks:
         for chunk in chunks:
             shard = gradients[chunk.index]
             gradient = staging.fetch_gradient(shard, chunk.begin, chunk.end, TIERS[shard.tier].near)

@@ -31,6 +31,7 @@ from zero_ext.zero.memory.lifetime import Ending, weakly
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.step.memory_breakdown import KINDS, memory_by_tier
 from zero_ext.zero.step.optimizer_step import OptimizerStep
+from zero_ext.zero.step.stepped_experts import SteppedExperts
 from zero_ext.zero.step.update_schedule import UpdateSchedule
 from zero_ext.zero.tiling import FullTensorMap
 from zero_ext.zero.units.collective_errors import CollectiveError
@@ -100,7 +101,7 @@ class Engine(Ending):
         self._model, self._began = weakref.ref(model), time.perf_counter()
         self._bus, self._clock = collectives.bus, StepClock(collectives.bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
-        self._generation = GradientGeneration()
+        self._generation, experts = GradientGeneration(), SteppedExperts.of(model, owned, config)
         settings = (pool, gradient_staging, tiers, config, collectives, used_up, self._generation)
         self._gradients = {master.unit: UnitGradients(master.unit, *settings) for master in self.masters}
         trained = list(self._gradients.values())
@@ -109,15 +110,15 @@ class Engine(Ending):
         self._tied = TiedGradients(trained, collectives.model, self._generation)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.optimizer_step = OptimizerStep(
-            self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
+            self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss, experts
         )
         context = (collectives, tiers.device.reduction_stream, self._bus)
         self.reducer = GradientReducer(trained, *context, self.optimizer_step, self._generation)
         self.access = OnDemandAccess(self)
         self.prefetcher = Prefetcher(self.units, config.units, self._bus, weakly(self.access.commit))
         events = map(weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
-        self.backward_pass = BackwardPass(self.prefetcher, self._clock, weakly(self._passed), *events)
-        check = weakly(self._check_parameters)
+        passed, check = weakly(self._passed), weakly(self._check_parameters)
+        self.backward_pass = BackwardPass(self.prefetcher, self._clock, experts.add, passed, *events)
         self.hooks = ForwardHooks(self.prefetcher, self.backward_pass, check, self._clock, checkpointing)
         self.index = {
             parameter: (unit, number)

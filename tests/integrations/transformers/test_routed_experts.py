@@ -23,6 +23,7 @@ from tests.integrations.transformers.mixtures import (
 from tests.integrations.transformers.models import enter
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.zero.step.lazy_loop import Course, LazyLoop, check_untouched, own_shards
 from zero_ext.zero import engine_of
 
 STEPS, DEFAULT, MANY = 3, "grouped_mm", 64
@@ -120,6 +121,36 @@ def test_gathered_bytes_are_those_of_the_routed_experts(
         assert traffic.elements["gather"] == passes * once, f"seed {world.seed}"
         sent = sum(world.everyone(traffic.bytes_sent["gather"]))
         assert sent == (world.size - 1) * 4 * passes * once, f"seed {world.seed}"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_steps_leave_out_experts_without_tokens(world: World, family: str) -> None:
+    enter(world)
+    model, words = mixture_of(family, world.seed), batches(world.seed, world.size, STEPS)
+    shapes = {name: each.shape for name, each in model.named_parameters()}
+    lazy = LazyLoop(copy.deepcopy(model), Course())
+    config = {"stage": 3, "units": {"experts": "routed", "update_experts": "routed"}}
+    model, optimizer = zero_ext.prepare(model, Course().make(model), config, process_group=world.group)
+    untouched = 0
+    for samples in words:
+        reached = Reached(lazy.model, samples).experts
+        for sample in samples[:, None]:
+            (lazy.model(input_ids=sample, labels=sample).loss / world.size).backward()
+        lazy.update(lambda module, reached=reached: frozenset(reached[module]))
+        before, own = own_shards(optimizer), samples[world.rank, None]
+        model(input_ids=own, labels=own).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = own_shards(optimizer)
+        for name, experts in reached.items():
+            of_it = {key: value for key, value in after.items() if key[1].startswith(f"{name}.")}
+            earlier = {key: before[key] for key in of_it}
+            untouched += check_untouched(earlier, of_it, shapes, frozenset(experts))
+    assert untouched > 0
+    full = zero_ext.full_state_dict(model)
+    for name, value in lazy.model.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=1e-4, atol=1e-4, msg=f"{name}, {world.seed}")
 
 
 class _WithSharedExpert(nn.Module):

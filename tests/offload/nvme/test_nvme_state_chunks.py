@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from unittest import mock
 
 import pytest
@@ -22,10 +23,12 @@ SIZES = (70_001, 3, 30_000)  # of the first range four chunks
 KINDS = {"momentum": StateField(torch.float32)}
 
 
-def chunks_of(stream: StateStream) -> Callable[[Sequence[tuple[int, NvmeState]]], Generator[StateChunk]]:
+def chunks_of(
+    stream: StateStream, ranges: Mapping[int, Sequence[tuple[int, int]]] = MappingProxyType({})
+) -> Callable[[Sequence[tuple[int, NvmeState]]], Generator[StateChunk]]:
     """Visits chunks through buffers of its own."""
     buffers = [ops.host_buffer(stream.chunk_bytes) for _ in range(CHUNK_BUFFERS)]
-    return lambda states: visit_chunks(stream, states, buffers)
+    return lambda states: visit_chunks(stream, states, buffers, ranges=ranges)
 
 
 @pytest.fixture
@@ -68,6 +71,19 @@ def test_every_chunk_comes_once_and_only_what_changed_is_written(
     assert seen == [(index, *span) for index, state in states for span in state.spans()] and len(seen) > 5
     for found, right in zip(full(states), wanted, strict=True):
         assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+
+
+def test_only_chunks_with_a_range_come(states: list[tuple[int, NvmeState]]) -> None:
+    """Of the first state two ranges, the first of them over the end of a chunk, of the second one none, and
+    all of the third."""
+    stream = states[0][1].stream
+    size = stream.chunk_elements
+    ranges = {5: [(size - 1, size + 1), (3 * size, 3 * size + 1)], 6: []}
+    spans = list(states[0][1].spans())
+    expected = [(5, *spans[number]) for number in (0, 1, 3)]
+    expected += [(7, *span) for span in states[2][1].spans()]
+    seen = [(chunk.index, chunk.begin, chunk.end) for chunk in chunks_of(stream, ranges)(states)]
+    assert seen == expected and len(spans) > 3
 
 
 def test_state_with_a_shadow_is_written_in_full_and_can_be_rolled_back(

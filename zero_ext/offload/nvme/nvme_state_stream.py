@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import uuid
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -257,15 +259,23 @@ def visit_chunks(
     states: Sequence[tuple[int, NvmeState]],
     buffers: Sequence[torch.Tensor],
     kind: str | None = None,
+    ranges: Mapping[int, Sequence[tuple[int, int]]] = MappingProxyType({}),
 ) -> Generator[StateChunk]:
     """Yield every chunk of ``states``, which come with their index, in order; their kinds have a value an
     element. While one is worked on the next is read and the last, if it was changed, written.
 
     ``buffers`` are ``CHUNK_BUFFERS`` of ``stream.chunk_bytes`` bytes. With ``kind`` its values alone move
-    where they are whole blocks, for steps that visit each kind in turn, the master weights last. Raises
-    ``RuntimeError`` if a transfer failed; none is in flight once the iterator has ended or was closed.
+    where they are whole blocks, for steps that visit each kind in turn, the master weights last. ``ranges``
+    of elements, ascending, come with the index of their state. Chunks without an element in them are left out
+    unless all of the state moves. Raises ``RuntimeError`` if a transfer failed; none is in flight once the
+    iterator has ended or was closed.
     """
-    chunks = [_chunk(stream, index, state, *span, kind) for index, state in states for span in state.spans()]
+    chunks = [
+        _chunk(stream, index, state, *span, kind)
+        for index, state in states
+        for span in state.spans()
+        if state.target != state.offset or _touches(span, ranges.get(index))
+    ]
     reads: deque[Transfer] = deque()
     writes: deque[Transfer | None] = deque()
 
@@ -297,6 +307,13 @@ def visit_chunks(
         for transfer in (*reads, *writes):
             with contextlib.suppress(RuntimeError):  # after another error, which is the one to raise
                 _wait(transfer)
+
+
+def _touches(span: tuple[int, int], ranges: Sequence[tuple[int, int]] | None) -> bool:
+    if ranges is None:
+        return True
+    first = bisect_right(ranges, span[0], key=lambda each: each[1])
+    return first < len(ranges) and ranges[first][0] < span[1]
 
 
 def _chunk(

@@ -292,7 +292,7 @@ def _shard(
         for parameter in unit.parameters
         if unit.placement.params and plan.module is not None
     }
-    install(model, engine.hooks, blocks)
+    install(model, engine.hooks, blocks, engine.optimizer_step.experts.units_by_module(model, engine.units))
     guard_module(model, blocks)
     if dtype is not None:
         cast_inputs(model, dtype)

@@ -21,6 +21,7 @@ from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.optim.optimizer_registry import (
     check_elementwise,
     check_groups,
+    check_skipped_experts,
     check_step_time,
     factors_state,
     fusible,
@@ -143,6 +144,7 @@ def check_optimizer(
         )
     check_groups(optimizer)
     check_step_time(optimizer, settings.offload.update_mode)
+    check_skipped_experts(optimizer, settings.units.update_experts)
     if groups.tensor is not None and needs_norms(optimizer):
         raise ValueError(
             f"optimizer: expected another one than {type(optimizer).__name__} with a mesh with more than one "

@@ -71,6 +71,7 @@ class UnitGradients:
         self._gathering: PendingCollective | None = None
         self._pending: PendingCollective | None = None
         self.contributed: set[int] = set()  # parameters with a gradient since the gradients were cleared
+        self.assigned: set[int] = set()  # those of them with a gradient that was assigned
         # Counts reductions and other writes to the reduced gradient. The version counter of its memory does
         # not show them all, because torch does not count writes that happen below its dispatcher.
         self.changes = 0
@@ -313,6 +314,7 @@ class UnitGradients:
         self._filled.clear()
         self._sums = False
         self.contributed.clear()
+        self.assigned.clear()
         self.storage.forget()
         if self.unit.placement.grads:
             self._drop_local()
@@ -337,6 +339,7 @@ class UnitGradients:
         start = max(before, 0) if self.full() is None else 0
         self.change_parameter(index, CopyInOrder(flat[start:]))
         self.contributed.add(index)
+        self.assigned.add(index)
 
     def _begin_with_zeros(self) -> None:
         """Make the reduced gradient valid, because a later pass adds to all of it."""
@@ -386,6 +389,7 @@ class UnitGradients:
         self.zero_parameter(index)
         self._filled.discard(index)
         self.contributed.discard(index)
+        self.assigned.discard(index)
 
     def allocated_bytes(self) -> dict[Tier, int]:
         """Return the bytes allocated between steps by tier: unreduced gradients and the reduced shard."""

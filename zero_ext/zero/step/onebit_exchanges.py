@@ -35,7 +35,7 @@ class ExchangeStrategy(ABC):
     SINGLE_RANK = False  # whether a single rank uses it, too
 
     def __init__(self, inputs: UpdateInputs, stepper: OneBitStepper) -> None:
-        self._masters, self._gradients, self._collectives = inputs[1:]
+        self._masters, self._gradients, self._collectives = inputs[1:4]
         self._stepper = stepper
         self._ranks = self._collectives.world_size
 

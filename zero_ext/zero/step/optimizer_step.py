@@ -36,6 +36,7 @@ from zero_ext.zero.step.step_verdict import (
     gradient_scale,
     sum_of_ranks,
 )
+from zero_ext.zero.step.stepped_experts import SteppedExperts
 from zero_ext.zero.step.update_schedule import (
     MIXTURE,
     UpdateInputs,
@@ -85,10 +86,11 @@ class OptimizerStep:
         tiers: TierManager,
         config: ZeroConfig,
         scales_loss: bool,
+        experts: SteppedExperts,
     ) -> None:
         self._masters = tuple(masters)
         self._gradients = [gradients[master.unit] for master in masters]
-        self._norms, self._collectives, self._tiers = norms, collectives, tiers
+        self._norms, self._collectives, self._tiers, self.experts = norms, collectives, tiers, experts
         # Of the ranks that wait for one another in an update. An error on one of them is raised on all.
         self._updating = collectives.slices or collectives
         # Delayed updates send matrices from a thread of their own, over connections of their own.
@@ -143,7 +145,7 @@ class OptimizerStep:
         self.stepper = make(self._masters, settings, self._total, self._exchange)
         if self._flag is not None:
             self.stepper.watch(self._flag)
-        inputs = UpdateInputs(self.stepper, self._masters, self._gradients, self._updating)
+        inputs = UpdateInputs(self.stepper, self._masters, self._gradients, self._updating, self.experts)
         if self._when == "in_backward":
             on_trial = bool(self._clipping) or self.scales_loss
             self.updates = UpdatesInBackward(inputs, groups, on_trial)
@@ -292,6 +294,7 @@ class OptimizerStep:
     def forget_gradients(self) -> None:
         """Note that the gradients are cleared. ``RuntimeError`` if a step in backward has used them."""
         self.damage = self.updates.forget() or self.damage
+        self.experts.clear()
 
     def abandon(self) -> None:
         """Note that a backward pass broke off."""

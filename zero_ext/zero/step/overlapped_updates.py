@@ -7,6 +7,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.tiers import TIERS, Tier, is_stored
 from zero_ext.offload import Device, MemoryShard, ShardStorage, TierManager
 from zero_ext.optim import Stepper, Update
+from zero_ext.optim.stepper import ElementRanges
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.step.update_schedule import (
     MIXTURE,
@@ -139,7 +141,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
             gradients.finish()
             if self._on_trial:
                 self._stepper.snapshot(number)
-            return Update(number, gradients.for_optimizer())
+            return self._update_of(number, gradients)
         except Exception as error:
             self._error = error
             return None
@@ -316,6 +318,7 @@ class DelayedUpdates(UpdatesAfterBackward):
         self._copies: dict[int, torch.Tensor] = {}  # copies of gradients, by number of the master
         self._job: _Job | None = None
         self._used: frozenset[str] = frozenset()
+        self._ranges: dict[int, ElementRanges | None] = {}  # of the job's updates
         self._joining: weakref.finalize[Any, Any] | None = None
 
     def read_settings(self) -> None:
@@ -334,7 +337,7 @@ class DelayedUpdates(UpdatesAfterBackward):
         updates = self._copy_gradients()
         # The call must not refer to this object, or the object would outlive the model.
         self._job = _Job(_step_of(self._stepper, updates, scale, used, self._tiers.device), self._tiers.bus)
-        self._used = used
+        self._used, self._ranges = used, {update.index: update.ranges for update in updates}
         self.in_progress = True
 
     def begin_delayed(self) -> None:
@@ -355,7 +358,7 @@ class DelayedUpdates(UpdatesAfterBackward):
         def complete() -> list[int]:
             numbers = job.result()
             for number in numbers:
-                self._masters[number].publish(self._used)
+                self._masters[number].publish(self._used, self._ranges[number])
             return numbers
 
         try:
@@ -387,7 +390,7 @@ class DelayedUpdates(UpdatesAfterBackward):
         try:
             return raise_on_all_ranks(
                 self._collectives,
-                lambda: [Update(each.index, self._copy(each)) for each in self._updates()],
+                lambda: [replace(each, gradient=self._copy(each)) for each in self._updates()],
                 "reading gradients for the optimizer step",
                 _UNCHANGED,
                 stored,

@@ -13,6 +13,7 @@ from zero_ext.config.tiers import Tier, is_stored
 from zero_ext.optim import Stepper, Update
 from zero_ext.optim.stepper import NonFiniteFlag
 from zero_ext.zero.gradients.accumulator import UnitGradients
+from zero_ext.zero.step.stepped_experts import SteppedExperts
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 from zero_ext.zero.units.flat_layout import FlatLayout
 from zero_ext.zero.units.master_weights import MasterShard
@@ -172,6 +173,7 @@ class UpdateInputs(NamedTuple):
     masters: Sequence[MasterShard]
     gradients: Sequence[UnitGradients]
     collectives: Collectives
+    experts: SteppedExperts
 
 
 class UpdatesAfterBackward(UpdateSchedule):
@@ -180,7 +182,7 @@ class UpdatesAfterBackward(UpdateSchedule):
     obeys_scale = True
 
     def __init__(self, inputs: UpdateInputs) -> None:
-        self._stepper, self._masters, self._gradients, self._collectives = inputs
+        self._stepper, self._masters, self._gradients, self._collectives, self._experts = inputs
 
     def read_settings(self) -> None:
         self._stepper.read_settings()
@@ -217,10 +219,14 @@ class UpdatesAfterBackward(UpdateSchedule):
 
     def _updates(self, done: Container[int] = ()) -> list[Update]:
         return [
-            Update(number, gradients.for_optimizer())
+            self._update_of(number, gradients)
             for number, gradients in enumerate(self._gradients)
             if gradients.contributed and number not in done
         ]
+
+    def _update_of(self, number: int, gradients: UnitGradients) -> Update:
+        ranges = self._experts.ranges_in(self._masters[number], gradients.assigned)
+        return Update(number, gradients.for_optimizer(), ranges)
 
 
 def _no_optimizer() -> RuntimeError:

@@ -13,6 +13,7 @@ from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.tiers import is_stored
 from zero_ext.offload import MASTER, ShardStorage, TierManager, Values, put, replace, subrange_of
 from zero_ext.optim import OwnedRange, Segment
+from zero_ext.optim.stepper import ElementRanges, segments_to_step
 from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks
 from zero_ext.zero.units.flat_layout import ParameterSpec
 from zero_ext.zero.units.parameter_marks import expert_ranks
@@ -114,15 +115,17 @@ class MasterShard(OwnedRange):
             end = min(begin + _CHUNK_ELEMENTS, self.state.numel)
             put(self.params, begin, self.state.read(MASTER, begin, end), own)
 
-    def publish(self, used: frozenset[str]) -> None:
-        """Update the parameters named in ``used`` after a step that did not write them itself."""
+    def publish(self, used: frozenset[str], ranges: ElementRanges | None = None) -> None:
+        """Update the parameters named in ``used`` after a step that did not write them itself, and that
+        stepped only these ``ranges`` if there are any."""
         if self.params is None:
             raise zero_ext_bug("parameters that are their own masters follow every step")
         if self.output is None:
             self.write_params()
             return
-        stepped = [(segment.begin, segment.end) for segment in self.owned.values() if segment.name in used]
-        if stepped and len(stepped) == len(self.owned):
+        owned = tuple(self.owned.values())
+        stepped = [(each.begin, each.end) for each in segments_to_step(owned, used, ranges)]
+        if ranges is None and stepped and len(stepped) == len(owned):
             stepped = [(0, self.params.numel)]
         for begin, end in stepped:
             put(self.params, begin, self.output.read(begin, end), "host")

@@ -24,7 +24,8 @@ class BlockCall:
     that backward runs a call of the forward again; ``has_leaf_inputs`` that the gradient of an input may
     arrive before those of the parameters; ``alone`` that no block runs around the module, which is none.
     Of the units that it ``touched``, backward needs those that it ``rereads``. Of a unit in ``routed`` the
-    call needs only these experts.
+    call needs only these experts. ``reached`` are the experts that tokens of any rank reach in this call of a
+    mixture, None in other calls.
     """
 
     def __init__(self, block: nn.Module, name: str, repeats: bool, alone: bool = False) -> None:
@@ -32,6 +33,7 @@ class BlockCall:
         self.touched: list[Unit] = []
         self.rereads: list[Unit] = []
         self.routed: dict[Unit, ExpertSelection] = {}
+        self.reached: frozenset[int] | None = None
         self.joins_backward = False  # even where its outputs depend on nothing that is differentiated
         self.inputs = 0
         self.has_leaf_inputs = False
@@ -84,13 +86,15 @@ class BackwardPass:
     ``on_begin`` runs when the first hook of a pass fires and may refuse it by raising, ``on_end`` after the
     last gradient, ``on_abandon`` when a new forward or ``zero_grad`` finds a pass that an exception has cut
     off. ``on_passed`` is called with a unit that no call will need in backward any more: gradients that are
-    still missing will not come.
+    still missing will not come. ``on_reached`` is called with the name of a mixture and the experts that
+    tokens have reached in a call of it, when backward begins to run through that call.
     """
 
     def __init__(
         self,
         prefetcher: Prefetcher,
         clock: StepClock,
+        on_reached: Callable[[str, frozenset[int]], None],
         on_passed: Callable[[Unit], None],
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
@@ -99,7 +103,7 @@ class BackwardPass:
         self._prefetcher, self._clock = prefetcher, clock
         self._began: Beginning | None = None
         self._on_begin, self._on_end, self._on_abandon = on_begin, on_end, on_abandon
-        self._on_passed = on_passed
+        self._on_reached, self._on_passed = on_reached, on_passed
         # The calls of each unit that a backward may still run through. The sets are weak: only
         # hooks in the graph own a call, so a call without backward goes with its graph.
         self._expected: dict[Unit, weakref.WeakSet[BlockCall]] = {}
@@ -164,6 +168,13 @@ class BackwardPass:
             # count, because gradients of inputs may arrive before the others run.
             call.awaited = call.inputs
             self._holding.add(call)
+            # Not in forward: gradients may be cleared between forward and backward.
+            self.note_reached(call)
+
+    def note_reached(self, call: BlockCall) -> None:
+        """Note that a backward runs, or may run, through a call with tokens on some experts."""
+        if call.reached is not None:
+            self._on_reached(call.name, call.reached)
 
     def release(self, call: BlockCall) -> None:
         """Every input of ``call`` has its gradient: its units are not needed any more."""

@@ -222,20 +222,22 @@ class ForwardHooks(Ending):
         if torch.is_grad_enabled() and not in_transform():
             self._watch_inputs(call, inputs)
 
-    def route(self, units: Sequence[Unit], index: torch.Tensor, inputs: object) -> None:
-        """Select the experts of ``units`` that the running call, of ``inputs``, gathers: those that any rank
-        has in ``index``, the experts of its tokens. A collective."""
-        if in_transform():
+    def route(self, units: Sequence[Unit], experts: int, index: torch.Tensor, inputs: object) -> None:
+        """Select the experts, of as many as ``experts``, of ``units`` that the running call, of ``inputs``,
+        gathers: those that any rank has in ``index``, the experts of its tokens. A collective. Units that
+        stay gathered are in ``units`` where steps update only these experts."""
+        partial_units = [unit for unit in units if unit.spec.experts]
+        if in_transform() or not (partial_units or torch.is_grad_enabled()):
             return
         first, call = units[0], self.calls[-1]
         if torch.is_grad_enabled():
             differentiated = (*tensors_in(inputs), *(each for unit in units for each in unit.parameters))
             call.joins_backward = any(each.requires_grad for each in differentiated)
         label = f"experts that tokens are routed to in {first.describe()}"
-        reached = reached_experts(index, first.spec.experts, first.collectives, label)
+        call.reached = reached = reached_experts(index, experts, first.collectives, label)
         # With all of them the ordinary gather is one collective.
-        if len(reached) < first.spec.experts:
-            call.routed.update(dict.fromkeys(units, reached))
+        if len(reached) < experts:
+            call.routed.update(dict.fromkeys(partial_units, reached))
 
     def leave(self, block: nn.Module, outputs: Any) -> Any:
         """End a call of ``block``, also when it raised; return what it shall return. Outputs that share
@@ -244,7 +246,8 @@ class ForwardHooks(Ending):
         forward_only = (isinstance(block, Tile) or call.looks_up) and not call.inputs
         recomputing = in_backward() and not forward_only
         try:
-            if (call.touched or not self.calls) and not in_transform():
+            routed = call.reached is not None
+            if (call.touched or routed or not self.calls) and not in_transform():
                 tensors = list(tensors_in(outputs))
                 if any(shares_memory(tensor, self._storages) for tensor in tensors):
                     outputs = with_own_memory(outputs, self._storages)
@@ -313,6 +316,9 @@ class ForwardHooks(Ending):
                     f"block '{call.name}' returned {type(hidden).__name__}, in which no tensor can be found, "
                     "so its backward cannot be foreseen",
                 )
+
+        if not any(tensor.requires_grad for tensor in tensors):
+            self._backward.note_reached(call)  # no hook below will say when its backward begins
 
         def needed(gradient: torch.Tensor, uses: _Uses) -> None:
             # The calls that used this output have ended their backward. They release before this one gathers.

@@ -45,9 +45,15 @@ class GatheringParameters(dict[str, "nn.Parameter | None"]):
         return (dict, (dict(self.items()),))
 
 
-def install(model: nn.Module, hooks: ForwardHooks, units: dict[nn.Parameter, tuple[Unit, nn.Module]]) -> None:
+def install(
+    model: nn.Module,
+    hooks: ForwardHooks,
+    units: dict[nn.Parameter, tuple[Unit, nn.Module]],
+    mixtures: Mapping[nn.Module, Iterable[Unit]],
+) -> None:
     """Install owner hooks and block hooks on ``model`` for its sharded parameters. Hooks hold the engine's
-    part weakly: dropping the model frees everything without a cycle collection."""
+    part weakly: dropping the model frees everything without a cycle collection. In ``mixtures``, with units
+    that may stay gathered, they also find the experts that steps update."""
     weak = weakref.ref(hooks)
     # Keyed by id, which no other object gets while the unit lives, as the unit holds its parameters.
     weak_units = {
@@ -58,6 +64,9 @@ def install(model: nn.Module, hooks: ForwardHooks, units: dict[nn.Parameter, tup
     for unit, block in units.values():
         if unit.spec.experts:
             routed[block][unit] = None
+    for block, own_units in mixtures.items():
+        routed[block].update(dict.fromkeys(own_units))
+    blocks |= routed.keys()
     inside_compiled = modules_inside_compiled(model)
 
     # Whoever compiles after prepare has these hooks traced, and a gather cannot run inside a graph.
@@ -239,7 +248,7 @@ def _install_block_hooks(
                 if routing is not None:
                     routed = [unit for each in routing.units if (unit := each()) is not None]
                     index = routing.experts.index_in(name, args, kwargs)
-                    alive.route(routed, index, (args, kwargs))
+                    alive.route(routed, routing.experts.experts, index, (args, kwargs))
             for parameter in read_at_entry:
                 touch(parameter)
 
