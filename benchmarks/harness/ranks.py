@@ -1,5 +1,7 @@
 """A team: the processes of one contender, started once and driven in turn with the other teams."""
 
+from __future__ import annotations
+
 import json
 import os
 import select
@@ -10,11 +12,14 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.network import Network
 from benchmarks.peers import Contender
-from zero_ext.monitor import MemoryCap
+
+if TYPE_CHECKING:
+    # A peer that imports this module must not have zero_ext in its memory, which is measured.
+    from zero_ext.monitor import MemoryCap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOG_TAIL = 3_000
@@ -177,7 +182,7 @@ class Team:
             process.stdout.close()  # type: ignore[union-attr]
         self._logs.cleanup()
 
-    def __enter__(self) -> "Team":
+    def __enter__(self) -> Team:
         return self
 
     def __exit__(

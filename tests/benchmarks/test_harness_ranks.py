@@ -1,7 +1,10 @@
 """Teams of real processes: in turn, in agreement, and loud when a rank fails."""
 
+import importlib.util
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -45,3 +48,19 @@ def test_ranks_see_what_a_launcher_would_set(monkeypatch: pytest.MonkeyPatch) ->
     assert [variables[name] for name in names] == ["1", "1", "2", "1234", "3"]
     monkeypatch.setenv("WORLD_SIZE", "7")
     assert "WORLD_SIZE" not in environment(rank=0, ranks=1, threads=2, port=1234)
+
+
+def test_ranks_of_peers_have_no_zero_ext_in_memory() -> None:
+    modules = ["harness.worker", "harness.ranks", "peers.ddp", "peers.fsdp2", "peers.plain"]
+    modules += ["peers.deepspeed_zero"] * (importlib.util.find_spec("deepspeed") is not None)
+    imports = "; ".join(f"import benchmarks.{module}" for module in modules)
+    found = "[name for name in sys.modules if name.split('.')[0] == 'zero_ext']"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {imports}; print('found', {found})"],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "found []"
