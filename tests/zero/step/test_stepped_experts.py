@@ -290,7 +290,8 @@ LIVES: list[Callable[[World, Any, Any], set[int]]] = [
 def test_experts_are_stepped_as_long_as_their_gradients_live(world: World, life: str) -> None:
     run = next(each for each in LIVES if each.__name__ == life)
     plain = MixtureModel(world.seed)
-    shapes, more = shapes_of(plain), {}
+    shapes = shapes_of(plain)
+    more: dict[str, Any] = {}
     if run is overflow:
         more = {"precision": {"dtype": "fp16"}, "loss_scale": {"static": 64.0}}
     model, optimizer = prepared(world, plain, Course(), {}, batch={}, **more)
