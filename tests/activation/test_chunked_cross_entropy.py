@@ -158,6 +158,23 @@ def test_no_token_counts(reduction: Any, smoothing: float) -> None:
             assert not each.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_logits_have_the_gradients_of_their_differences(dtype: torch.dtype) -> None:
+    """A softmax does not depend on a number that is added to all logits."""
+    generator = torch.Generator().manual_seed(0)
+    # Sums of these are exact.
+    hidden = torch.randint(-8, 9, (6, 4), generator=generator).to(dtype) / 8
+    weight = torch.randint(-8, 9, (40, 4), generator=generator).to(dtype) / 8
+    labels = torch.randint(40, (6,), generator=generator)
+    found = []
+    for added in (0.0, 8192.0):
+        bias = torch.full((40,), added, dtype=dtype).requires_grad_()
+        zero_ext.linear_cross_entropy(hidden, weight, labels, bias).backward()
+        assert bias.grad is not None
+        found.append(bias.grad)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
+
+
 def test_fp16_gradients_of_a_mean_do_not_vanish() -> None:
     """A mean over many tokens, scaled as a loss scaler does: each alone is below fp16's least."""
     tokens = 4096

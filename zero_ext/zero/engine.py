@@ -129,7 +129,7 @@ class Engine(Ending):
         shown = config.gradient_clipping or scales_loss or collectives.model is not None
         defers = not shown and config.offload.update_mode != "in_backward"
         updates = partial(getattr, self.optimizer_step, "updates")
-        self.views = GradientViews(self.reducer, self.norms, collectives, updates, defers)
+        self.views = GradientViews(self.reducer, self.norms, collectives, updates, defers, experts.forget)
         moved = (self.index, self._gradients, self.reducer, self._generation, self.backward_pass, updates)
         self.collector = GradientCollector(*moved, config.batch.gradient_accumulation_steps, scales_loss)
         self.wrappers, self.asleep = weakref.WeakSet[nn.Module](), []

@@ -206,6 +206,25 @@ def cleared_gradients(world: World, model: Any, optimizer: Any) -> set[int]:
     return {3, 4}
 
 
+def gradients_set_to_none(world: World, model: Any, optimizer: Any) -> set[int]:
+    """As older loops clear gradients."""
+    backward(world, model, [[1], [2]])
+    for parameter in model.parameters():
+        parameter.grad = None
+    backward(world, model, [[3], [4]])
+    return {3, 4}
+
+
+def gradients_set_to_zero(world: World, model: Any, optimizer: Any) -> set[int]:
+    backward(world, model, [[1], [2]])
+    for parameter in model.parameters():
+        parameter.grad = torch.full(parameter.shape, 0.5)
+    zero_ext.full_gradient(next(model.parameters()))  # takes over what was assigned
+    optimizer.zero_grad(set_to_none=False)
+    backward(world, model, [[3], [4]])
+    return {3, 4}
+
+
 def overflow(world: World, model: Any, optimizer: Any) -> set[int]:
     loss = batch_of(world.seed, [[1], [2]][: world.size]).loss_on(model, world.rank)
     model.backward(loss * 1e30)
@@ -255,6 +274,8 @@ def all_in_one_micro_batch(world: World, model: Any, optimizer: Any) -> set[int]
 LIVES: list[Callable[[World, Any, Any], set[int]]] = [
     forward_before_zero_grad,
     cleared_gradients,
+    gradients_set_to_none,
+    gradients_set_to_zero,
     overflow,
     evaluation,
     forward_alone,
@@ -269,7 +290,8 @@ LIVES: list[Callable[[World, Any, Any], set[int]]] = [
 def test_experts_are_stepped_as_long_as_their_gradients_live(world: World, life: str) -> None:
     run = next(each for each in LIVES if each.__name__ == life)
     plain = MixtureModel(world.seed)
-    shapes, more = shapes_of(plain), {}
+    shapes = shapes_of(plain)
+    more: dict[str, Any] = {}
     if run is overflow:
         more = {"precision": {"dtype": "fp16"}, "loss_scale": {"static": 64.0}}
     model, optimizer = prepared(world, plain, Course(), {}, batch={}, **more)

@@ -152,6 +152,7 @@ class ZeroModule(nn.Module):
             engine_of(self).clear_gradients()
         else:
             super().zero_grad(set_to_none=False)
+            engine_of(self).optimizer_step.forget_experts()
 
     def full_state_dict(
         self, *, rank0_only: bool = False, key_filter: Callable[[str], bool] | None = None

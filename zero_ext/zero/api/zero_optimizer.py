@@ -126,6 +126,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.engine.clear_gradients()
         else:
             super().zero_grad(set_to_none=False)
+            self.engine.optimizer_step.forget_experts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise once the model is prepared: its parameters were laid out then.

@@ -93,8 +93,11 @@ class GradientViews:
         collectives: Collectives,
         guard: Callable[[], UpdateGuard],
         defers_factors: bool,
+        on_cleared: Callable[[str], None],
     ) -> None:
+        """``on_cleared`` is called with the name of each parameter whose gradient the user has cleared."""
         self._reducer, self._norms, self._collectives, self._guard = reducer, norms, collectives, guard
+        self._on_cleared = on_cleared
         self.factors = PendingFactors(defers_factors)
         self._shown: dict[nn.Parameter, _Shown] = {}
         # Of each parameter the last one: the next gradient is shown by it too, unless somebody has kept it.
@@ -179,6 +182,7 @@ class GradientViews:
             for number in numbers:
                 self.factors.pop((gradients, number), None)
                 self._end(gradients.unit.parameters[number])
+                self._on_cleared(gradients.unit.layout.specs[number].name)
         if len(numbers) == len(gradients.contributed):
             gradients.clear()
         else:

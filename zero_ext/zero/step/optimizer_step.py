@@ -296,6 +296,12 @@ class OptimizerStep:
         self.damage = self.updates.forget() or self.damage
         self.experts.clear()
 
+    def forget_experts(self) -> None:
+        """Note that the gradients are zeros, so that a step updates no experts until they are reached."""
+        self.experts.clear()
+        for gradients in self._gradients:
+            gradients.assigned.clear()
+
     def abandon(self) -> None:
         """Note that a backward pass broke off."""
         self.damage = self.updates.abandon() or self.damage

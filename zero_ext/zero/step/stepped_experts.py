@@ -25,7 +25,7 @@ class _Stack(NamedTuple):
 
 
 class SteppedExperts:
-    """The experts that backward passes have reached since the gradients were cleared, by name of the module.
+    """The experts that backward passes reached since the gradients were cleared, by name of the parameter.
 
     They follow the gradients: a step updates them as long as their gradients exist. ``stacks`` are the
     parameters with a slice per expert, by name. Without any, steps update all elements.
@@ -33,6 +33,10 @@ class SteppedExperts:
 
     def __init__(self, stacks: Mapping[str, _Stack]) -> None:
         self._stacks = stacks
+        self._names = defaultdict[str, list[str]](list)  # of the stacks of each module
+        for name, stack in stacks.items():
+            for module in dict.fromkeys(stack.modules):
+                self._names[module].append(name)
         self._reached: dict[str, frozenset[int]] = {}
 
     @staticmethod
@@ -60,11 +64,16 @@ class SteppedExperts:
 
     def add(self, module: str, experts: frozenset[int]) -> None:
         """Note that backward runs through a call of ``module`` with tokens of any rank on ``experts``."""
-        self._reached[module] = self._reached.get(module, frozenset()) | experts
+        for name in self._names.get(module, ()):
+            self._reached[name] = self._reached.get(name, frozenset()) | experts
 
     def clear(self) -> None:
         """Forget all experts, as their gradients are cleared."""
         self._reached.clear()
+
+    def forget(self, name: str) -> None:
+        """Forget the experts of the parameter ``name``, as its gradient is cleared."""
+        self._reached.pop(name, None)
 
     def ranges_in(self, owned: MasterShard, assigned: Collection[int]) -> Ranges | None:
         """Return the element ranges of ``owned`` that a step updates, None for all.
@@ -85,6 +94,6 @@ class SteppedExperts:
         stack = self._stacks.get(spec.name)
         if stack is None:
             return [(0, spec.numel)]
-        reached = frozenset[int]().union(*(self._reached.get(name, ()) for name in stack.modules))
         size = spec.numel // stack.experts
-        return [(number * size, (number + 1) * size) for number in sorted(reached)]
+        reached = sorted(self._reached.get(spec.name, ()))
+        return [(number * size, (number + 1) * size) for number in reached]
