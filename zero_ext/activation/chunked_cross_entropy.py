@@ -390,7 +390,7 @@ class _ChunkedHead:
         if smoothing:  # not times 0, since the sum is infinite with words that cannot occur
             losses -= smoothing / size * sums[2]
         if factors is not None:
-            # Less the largest logit, as less the normalizer, which is rounded, large logits would be wrong.
+            # By the largest logit: the normalizer is rounded, which would be an error of all gradients.
             scale = factors * (1 + 2 * options.z_loss * normalizer) / sums[0]
             uniform, target = smoothing / size * factors, (1 - smoothing) * factors
             softmax.write_gradient(torch.stack([largest, scale, uniform, target]))

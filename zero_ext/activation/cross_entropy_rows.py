@@ -34,7 +34,8 @@ class CpuSoftmax:
         return ops.softmax_sums(self._logits, self._labels, largest[None], self._softcap)
 
     def write_gradient(self, coefficients: Tensor) -> None:
-        """Replace the logits by gradients. See :func:`zero_ext.ops.softmax_gradient_`."""
+        """Replace the logits by gradients, after :meth:`sums` with the same ``largest``. See
+        :func:`zero_ext.ops.softmax_gradient_`."""
         ops.softmax_gradient_(self._logits, self._labels, coefficients, self._softcap)
 
 
@@ -59,7 +60,6 @@ class TorchSoftmax:
 
     def sums(self, largest: Tensor) -> Tensor:
         """See :class:`CpuSoftmax`."""
-        self._largest = largest
         values = self._values.sub_(largest[:, None])
         label = values.gather(-1, self._index)[:, 0].where(self._owned, 0)
         rest = values.sum(-1)
@@ -67,9 +67,8 @@ class TorchSoftmax:
 
     def write_gradient(self, coefficients: Tensor) -> None:
         """See :class:`CpuSoftmax`."""
-        normalizer, scale, uniform, target = coefficients
-        # exp(logit - normalizer), from exp(logit - largest).
-        self._values.mul_((scale * (self._largest - normalizer).exp())[:, None])
+        _, scale, uniform, target = coefficients
+        self._values.mul_(scale[:, None])
         self._values.sub_(uniform[:, None])
         self._values.scatter_add_(-1, self._index, target.neg().where(self._owned, 0)[:, None])
         if self._slope is not None:

@@ -33,7 +33,7 @@ def _softmax_sums(logits: Tensor, labels: Tensor, largest: Tensor, softcap: floa
 
 
 def softmax_gradient_(logits: Tensor, labels: Tensor, coefficients: Tensor, softcap: float) -> None:
-    """Replace each logit by ``exp(logit - normalizer) * scale - uniform``, the label's less its target.
+    """Replace each logit by ``exp(logit - largest) * scale - uniform``, the label's less its target.
 
     With a softcap the logits are those of :func:`softmax_sums`, and the gradients are multiplied by the
     derivative of the cap.
@@ -41,7 +41,7 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, coefficients: Tensor, soft
     Args:
         logits: float32, bfloat16 or float16 [tokens, words], contiguous, on the CPU.
         labels: int64 [tokens]; one outside of the words has no logit in these rows.
-        coefficients: float32 [4, tokens]: normalizer, scale, uniform and target of each row.
+        coefficients: float32 [4, tokens]: largest, scale, uniform and target of each row.
         softcap: 0 for none.
 
     Raises:

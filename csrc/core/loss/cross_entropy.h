@@ -26,10 +26,10 @@ struct SoftmaxSums {
   float* rest;
 };
 
-// The gradient of each logit by the formula exp(logit - normalizer) * scale - uniform, less
+// The gradient of each logit by the formula exp(logit - largest) * scale - uniform, less
 // `target` for the label.
 struct SoftmaxGradient {
-  const float* normalizer;
+  const float* largest;
   const float* scale;
   const float* uniform;
   const float* target;

@@ -122,7 +122,7 @@ struct CrossEntropyRows {
 
   // The gradients of the logits at `source`, without that of the label.
   struct RowGradient {
-    float normalizer;
+    float largest;
     float scale;
     float uniform;
     float softcap;
@@ -130,7 +130,7 @@ struct CrossEntropyRows {
     template <bool Capped>
     Float at(const T* source, float target) const {
       const Logit each = logit<Capped>(source, softcap);
-      const Float weight = V::mul(exponential(each.value, normalizer), V::set(scale));
+      const Float weight = V::mul(exponential(each.value, largest), V::set(scale));
       const Float found = V::sub(V::sub(weight, V::set(uniform)), V::set(target));
       return Capped ? V::mul(found, each.slope) : found;
     }
@@ -140,7 +140,7 @@ struct CrossEntropyRows {
   static void differentiate_row(const LogitRows& rows, const SoftmaxGradient& gradient,
                                 std::int64_t row) {
     T* const logits = static_cast<T*>(rows.logits) + row * rows.words;
-    const RowGradient found{gradient.normalizer[row], gradient.scale[row], gradient.uniform[row],
+    const RowGradient found{gradient.largest[row], gradient.scale[row], gradient.uniform[row],
                             rows.softcap};
     const std::int64_t label = rows.labels[row];
     const bool owned = label >= 0 && label < rows.words;

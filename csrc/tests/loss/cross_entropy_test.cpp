@@ -43,7 +43,7 @@ struct Rows {
   float softcap;
   std::vector<T> logits;
   std::vector<std::int64_t> labels;
-  std::vector<float> largest, normalizer, scale, uniform, target;
+  std::vector<float> largest, reference, scale, uniform, target;
   std::vector<float> sums[3];
 
   Rows(std::mt19937_64& generator, std::int64_t each, float cap) : words(each), softcap(cap) {
@@ -57,10 +57,10 @@ struct Rows {
       labels.push_back(static_cast<std::int64_t>(generator() % static_cast<unsigned>(words)));
     }
     labels[1] = row_without_label(generator);
-    for (auto* each_of : {&normalizer, &scale, &uniform, &target}) {
+    for (auto* each_of : {&reference, &scale, &uniform, &target}) {
       *each_of = normal_values<float>(generator, static_cast<std::size_t>(count));
     }
-    for (std::size_t row = 0; row < normalizer.size(); ++row) normalizer[row] += largest[row];
+    for (std::size_t row = 0; row < reference.size(); ++row) reference[row] += largest[row];
     for (auto& sum : sums) sum.assign(static_cast<std::size_t>(count), kNan);
   }
 
@@ -77,7 +77,7 @@ struct Rows {
     sum_softmax(view(), found, 1, count);
   }
   void differentiate() {
-    differentiate_softmax(view(), {normalizer.data(), scale.data(), uniform.data(), target.data()},
+    differentiate_softmax(view(), {reference.data(), scale.data(), uniform.data(), target.data()},
                           0, count);
   }
 };
@@ -138,7 +138,7 @@ TYPED_TEST(CrossEntropy, GradientsAreThoseInDouble) {
           for (std::int64_t i = 0; i < words; ++i) {
             const double value = before.at(row, i);
             const double slope = softcap == 0 ? 1 : 1 - std::pow(value / softcap, 2);
-            const double weight = std::exp(value - rows.normalizer[r]) * rows.scale[r];
+            const double weight = std::exp(value - rows.reference[r]) * rows.scale[r];
             const double target = i == rows.labels[r] ? rows.target[r] : 0.0;
             const double expected = (weight - rows.uniform[r] - target) * slope;
             const double size = std::abs(weight) + std::abs(rows.uniform[r]) + std::abs(target);

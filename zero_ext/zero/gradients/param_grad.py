@@ -95,7 +95,7 @@ class GradientViews:
         defers_factors: bool,
         on_cleared: Callable[[str], None],
     ) -> None:
-        """``on_cleared`` is called with the name of each parameter whose gradient the user has cleared."""
+        """``on_cleared`` is called with the name of a parameter when the user has cleared its gradient."""
         self._reducer, self._norms, self._collectives, self._guard = reducer, norms, collectives, guard
         self._on_cleared = on_cleared
         self.factors = PendingFactors(defers_factors)
