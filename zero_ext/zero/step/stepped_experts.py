@@ -81,7 +81,7 @@ class SteppedExperts:
         The gradients of the parameters numbered ``assigned`` were assigned, so all their experts are stepped.
         """
         layout = owned.unit.layout
-        if not any(spec.name in self._stacks for spec in layout.specs):
+        if not self._stacks or not any(spec.name in self._stacks for spec in layout.specs):
             return None
         found: list[tuple[int, int]] = []
         for number, (spec, offset) in enumerate(zip(layout.specs, layout.offsets, strict=True)):
