@@ -1,4 +1,5 @@
-// Helpers shared by the C++ tests: instruction sets, seeded random input, splitting over threads.
+// Helpers shared by the C++ tests: types, instruction sets, seeded random input, splitting over
+// threads.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,6 +15,13 @@
 #include "../core/simd/isa.h"
 
 namespace zero_ext::core::testing {
+
+template <class T>
+inline constexpr NumericType kTypeOf = NumericType::float32;
+template <>
+inline constexpr NumericType kTypeOf<BFloat16> = NumericType::bfloat16;
+template <>
+inline constexpr NumericType kTypeOf<Float16> = NumericType::float16;
 
 inline std::vector<Isa> available_isas() {
   std::vector<Isa> result;

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 MODULE = Path(__file__).resolve().parent
-# Ray would end its workers when other tests, beside this one, use 95% of the machine's memory.
+# Ray would end its workers when the tests of other processes fill 95% of the machine's memory.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 

@@ -174,7 +174,7 @@ def test_equals_the_librarys_own(world: World, settings: dict[str, Any]) -> None
 @on_ranks(2)
 @pytest.mark.parametrize("settings", OPTIONS, ids=str)
 def test_options(world: World, settings: dict[str, Any]) -> None:
-    """Large steps magnify rounding: the library's own distance from float64 tells by how much."""
+    """Large steps magnify rounding: the library's own distance from float64 shows by how much."""
     _, parameters = plain(world, 5, **settings)
     _, exact = plain(world, 5, dtype=torch.float64, **settings)
     rounding = {name: relative_distance(value, exact[name]) for name, value in parameters.items()}

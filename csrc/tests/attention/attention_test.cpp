@@ -15,6 +15,7 @@ namespace {
 
 using testing::available_isas;
 using testing::fresh_generator;
+using testing::kTypeOf;
 using testing::normal_values;
 using testing::SelectedIsa;
 
@@ -25,13 +26,6 @@ Workers workers(std::int64_t count) {
             for (std::int64_t i = 0; i < each; ++i) running.emplace_back([&work, i] { work(i); });
           }};
 }
-
-template <class T>
-constexpr NumericType kTypeOf = NumericType::float32;
-template <>
-constexpr NumericType kTypeOf<BFloat16> = NumericType::bfloat16;
-template <>
-constexpr NumericType kTypeOf<Float16> = NumericType::float16;
 
 // Inputs with a layout of one in `one_in` blocks, and what the kernels make of them.
 template <class T>

@@ -12,6 +12,7 @@ namespace {
 
 using testing::available_isas;
 using testing::fresh_generator;
+using testing::kTypeOf;
 using testing::SelectedIsa;
 
 constexpr std::int64_t kSizes[] = {128, 256, 384, 4096};
@@ -22,13 +23,6 @@ constexpr float kLargest = std::numeric_limits<float>::max();
 std::vector<BlockFormat> formats_of(std::int64_t size) {
   return {{4, false, size}, {4, true, size}, {8, false, size}, {8, true, size}};
 }
-
-template <class T>
-constexpr NumericType kTypeOf = NumericType::float32;
-template <>
-constexpr NumericType kTypeOf<BFloat16> = NumericType::bfloat16;
-template <>
-constexpr NumericType kTypeOf<Float16> = NumericType::float16;
 
 // A poisoned payload that starts `past` words behind a line of the cache.
 class Payload {

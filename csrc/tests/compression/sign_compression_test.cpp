@@ -11,6 +11,7 @@ namespace {
 
 using testing::available_isas;
 using testing::fresh_generator;
+using testing::kTypeOf;
 using testing::normal_values;
 using testing::SelectedIsa;
 using testing::split_over_threads;
@@ -34,24 +35,9 @@ struct Payload {
 };
 
 template <class T>
-struct TypeOf;
-template <>
-struct TypeOf<float> {
-  static constexpr NumericType value = NumericType::float32;
-};
-template <>
-struct TypeOf<BFloat16> {
-  static constexpr NumericType value = NumericType::bfloat16;
-};
-template <>
-struct TypeOf<Float16> {
-  static constexpr NumericType value = NumericType::float16;
-};
-
-template <class T>
 Payload compress(const std::vector<T>& values, float factor, std::vector<float>& error) {
   Payload payload;
-  compress_1bit(values.data(), TypeOf<T>::value, factor, kCount, error.data(), payload.from(0));
+  compress_1bit(values.data(), kTypeOf<T>, factor, kCount, error.data(), payload.from(0));
   return payload;
 }
 
@@ -94,7 +80,7 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
     const SelectedIsa selected(Isa::scalar);
     expected = compress(values, 0.3F, expected_error);
     decompress_1bit(expected.source(), kCount, 0.7F, false, expected_values.data(),
-                    TypeOf<TypeParam>::value);
+                    kTypeOf<TypeParam>);
   }
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
@@ -105,11 +91,11 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
       const std::int64_t begin = first * kSignBlock;
       const std::int64_t count = std::min(last * kSignBlock, kCount) - begin;
       if (count <= 0) return;
-      compress_1bit(values.data() + begin, TypeOf<TypeParam>::value, 0.3F, count,
-                    error.data() + begin, split.from(first));
+      compress_1bit(values.data() + begin, kTypeOf<TypeParam>, 0.3F, count, error.data() + begin,
+                    split.from(first));
       const PayloadTarget own = split.from(first);
       decompress_1bit({own.words, own.scales}, count, 0.7F, false, expanded.data() + begin,
-                      TypeOf<TypeParam>::value);
+                      kTypeOf<TypeParam>);
     });
     EXPECT_EQ(split, expected);
     EXPECT_EQ(error, expected_error);

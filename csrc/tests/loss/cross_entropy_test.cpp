@@ -12,18 +12,13 @@ namespace {
 
 using testing::available_isas;
 using testing::fresh_generator;
+using testing::kTypeOf;
 using testing::normal_values;
 using testing::SelectedIsa;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-template <class T>
-constexpr NumericType kTypeOf = NumericType::float32;
-template <>
-constexpr NumericType kTypeOf<BFloat16> = NumericType::bfloat16;
-template <>
-constexpr NumericType kTypeOf<Float16> = NumericType::float16;
 template <class T>
 constexpr double kRounding = 1e-6;
 template <>

@@ -12,19 +12,13 @@ namespace {
 
 using testing::available_isas;
 using testing::fresh_generator;
+using testing::kTypeOf;
 using testing::normal_values;
 using testing::SelectedIsa;
 using testing::split_over_threads;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-template <class T>
-constexpr NumericType kType = NumericType::float32;
-template <>
-constexpr NumericType kType<BFloat16> = NumericType::bfloat16;
-template <>
-constexpr NumericType kType<Float16> = NumericType::float16;
 
 template <class T>
 class NonFinite : public ::testing::Test {};
@@ -43,18 +37,18 @@ TYPED_TEST(NonFinite, OneElementAnywhereRaisesTheFlagAndTheLargestNumberDoesNot)
       const auto begin = static_cast<std::int64_t>(generator() % count);
       const auto end = static_cast<std::int64_t>(count);
       std::int32_t flag = 0;
-      flag_non_finite(values.data(), kType<TypeParam>, 0, end, &flag);
+      flag_non_finite(values.data(), kTypeOf<TypeParam>, 0, end, &flag);
       EXPECT_EQ(flag, 0);
       for (const float bad : {kNan, -kNan, kInfinity, -kInfinity}) {
         auto poisoned = values;
         const auto index = static_cast<std::int64_t>(generator() % count);
         poisoned[static_cast<std::size_t>(index)] = from_float<TypeParam>(bad);
         flag = 0;
-        flag_non_finite(poisoned.data(), kType<TypeParam>, begin, end, &flag);
+        flag_non_finite(poisoned.data(), kTypeOf<TypeParam>, begin, end, &flag);
         EXPECT_EQ(flag, index >= begin ? 1 : 0) << count << " values, " << index << " of " << begin;
-        flag_non_finite(poisoned.data(), kType<TypeParam>, 0, end, &flag);
+        flag_non_finite(poisoned.data(), kTypeOf<TypeParam>, 0, end, &flag);
         EXPECT_EQ(flag, 1);
-        flag_non_finite(values.data(), kType<TypeParam>, 0, end, &flag);
+        flag_non_finite(values.data(), kTypeOf<TypeParam>, 0, end, &flag);
         EXPECT_EQ(flag, 1) << "finite values lowered the flag";
       }
     }
@@ -63,7 +57,7 @@ TYPED_TEST(NonFinite, OneElementAnywhereRaisesTheFlagAndTheLargestNumberDoesNot)
 
 TYPED_TEST(NonFinite, NoElementsAreFinite) {
   std::int32_t flag = 0;
-  flag_non_finite(nullptr, kType<TypeParam>, 0, 0, &flag);
+  flag_non_finite(nullptr, kTypeOf<TypeParam>, 0, 0, &flag);
   EXPECT_EQ(flag, 0);
 }
 

@@ -13,8 +13,8 @@ namespace {
 
 using core::BlockFormat;
 using core::testing::fresh_generator;
+using core::testing::kTypeOf;
 using testing::emulate_launch;
-using testing::kTypeOf;
 using testing::PayloadBuffer;
 using testing::same_bits;
 

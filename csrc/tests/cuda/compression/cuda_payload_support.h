@@ -10,13 +10,6 @@
 
 namespace zero_ext::testing {
 
-template <class T>
-inline constexpr core::NumericType kTypeOf = core::NumericType::float32;
-template <>
-inline constexpr core::NumericType kTypeOf<core::BFloat16> = core::NumericType::bfloat16;
-template <>
-inline constexpr core::NumericType kTypeOf<core::Float16> = core::NumericType::float16;
-
 // Bytes for payloads, not zeros, that begin `shift` words past an address that is a multiple of 16;
 // writing beyond their end shows.
 class PayloadBuffer {

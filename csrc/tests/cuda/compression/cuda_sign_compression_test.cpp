@@ -13,9 +13,9 @@ namespace zero_ext::cuda {
 namespace {
 
 using core::testing::fresh_generator;
+using core::testing::kTypeOf;
 using testing::emulate_grid;
 using testing::emulate_launch;
-using testing::kTypeOf;
 using testing::PayloadBuffer;
 using testing::same_bits;
 

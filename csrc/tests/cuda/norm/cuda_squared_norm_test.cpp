@@ -11,20 +11,14 @@ namespace {
 
 using core::Superaccumulator;
 using core::testing::fresh_generator;
+using core::testing::kTypeOf;
 
 using Entries = std::array<std::int64_t, Superaccumulator::kEntries>;
 
 template <class T>
-inline constexpr core::NumericType kType = core::NumericType::float32;
-template <>
-inline constexpr core::NumericType kType<core::BFloat16> = core::NumericType::bfloat16;
-template <>
-inline constexpr core::NumericType kType<core::Float16> = core::NumericType::float16;
-
-template <class T>
 Entries of_the_cpu(const std::vector<T>& values, std::int64_t skipped) {
   Superaccumulator total;
-  core::add_squares(values.data(), kType<T>, skipped, static_cast<std::int64_t>(values.size()),
+  core::add_squares(values.data(), kTypeOf<T>, skipped, static_cast<std::int64_t>(values.size()),
                     total);
   Entries entries{};
   total.add_to(entries);
