@@ -86,7 +86,12 @@ def gradients(loss: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
-def test_values_and_gradients_are_torchs(options: dict[str, Any], dtype: str) -> None:
+@pytest.mark.parametrize("block_bytes", [chunked_cross_entropy._SUM_BLOCK_BYTES, 5 * 4 * WIDTH], ids=str)
+def test_values_and_gradients_are_torchs(
+    options: dict[str, Any], dtype: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the sum of the weight's gradient is in several blocks."""
+    monkeypatch.setattr(chunked_cross_entropy, "_SUM_BLOCK_BYTES", block_bytes)
     kind: torch.dtype = getattr(torch, dtype)
     tensors, labels = inputs_of(kind, options.get("ignore_index", -100))
     exact = [each.detach().double().requires_grad_() for each in tensors]
@@ -444,6 +449,28 @@ def test_ranks_with_fewer_words_have_the_same_chunks(world: World) -> None:
         found = linear_cross_entropy(tensors[0].detach(), split, labels % words)
     wanted = cross_entropy((tensors[0].detach() @ weight.T).flatten(0, -2), (labels % words).flatten())
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "chunk_bytes, of_weight, chunks",
+    [
+        pytest.param(64, True, 7, id="the wider sum needs half of it"),
+        pytest.param(64, False, 4, id="no sum"),
+        pytest.param(62, True, 4, id="the wider sum needs more than a half"),
+    ],
+)
+def test_chunks_and_the_wider_sum_share_the_budget(chunk_bytes: int, of_weight: bool, chunks: int) -> None:
+    """The sum needs 32 bytes beyond the weight's gradient, logits of a token 8."""
+    hidden = torch.zeros(28, 4, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(4, 4, dtype=torch.bfloat16, requires_grad=of_weight)
+    head = chunked_cross_entropy._ChunkedHead
+    with (
+        mock.patch.multiple(chunked_cross_entropy, CHUNK_BYTES=chunk_bytes, _PRODUCT_BYTES=0),
+        mock.patch.object(chunked_cross_entropy, "_has_narrow_products", lambda tensor: True),
+        mock.patch.object(head, "_compute_logits", autospec=True, side_effect=head._compute_logits) as called,
+    ):
+        linear_cross_entropy(hidden, weight, torch.zeros(28, dtype=torch.int64))
+    assert called.call_count == chunks
 
 
 @on_ranks(4)

@@ -21,6 +21,10 @@ CHUNK_BYTES = 128 << 20
 """Memory of a chunk's logits, and of what is computed from them, with ``chunk_tokens="auto"``."""
 # Rows of a chunk's product for the weight's gradient that are computed before they are added in float32.
 _PRODUCT_BYTES = 8 << 20
+# Rows of the weight's gradient in float32 that are freed together; malloc returns less to the system late.
+_SUM_BLOCK_BYTES = 33 << 20
+
+_Blocks = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,9 @@ def linear_cross_entropy(
     the sum of the weight's gradient over tokens, are computed in float32 at least. In float16 a word of a
     probability below 3e-8 gets no gradient.
 
-    Memory besides inputs and gradients is that of one chunk. From forward to backward the gradients of
-    `weight` and `bias` are stored in float32 at least, that of `hidden` in its dtype.
+    Memory besides inputs and gradients is that of one chunk and of the sum in float32. From forward to
+    backward the gradients of `weight` and `bias` are stored in float32 at least, that of `hidden` in its
+    dtype.
 
     In stage 3, read `weight` inside the model's forward (`self.head.weight`). It is gathered once there.
 
@@ -92,7 +97,8 @@ def linear_cross_entropy(
             pass the same `hidden` and `labels`.
         labels: [...], int64 or int32.
         bias: [vocabulary] or None, split as `weight`.
-        chunk_tokens: most tokens of a chunk. "auto" computes it from 128 MiB.
+        chunk_tokens: most tokens of a chunk. "auto" computes it from 128 MiB, less what the sum of the
+            weight's gradient needs beyond that gradient, where this is at most a half.
         ignore_index: label of tokens that do not count.
         reduction: "mean" over the tokens that count, NaN if there are none; "sum"; or "none".
         label_smoothing: fraction of each target that is spread evenly over the vocabulary.
@@ -271,8 +277,8 @@ class _ChunkedLoss(torch.autograd.Function):
             labels, counted, bias, *terms = context.saved_tensors
             head = _ChunkedHead(bias, terms, context.vocabulary, context.options)
             _, found = head.run(labels, gradient.where(counted, 0), context.needs_input_grad[_OPTIONS:])
-            dtype = terms[0].dtype
-            return *(None,) * _OPTIONS, *(None if each is None else each.to(dtype) for each in found)
+            joined = (None if each is None else _joined(each, terms[0].dtype) for each in found)
+            return *(None,) * _OPTIONS, *joined
         gradients, context.gradients = context.gradients, None
         if gradients is None:
             raise RuntimeError(
@@ -281,7 +287,7 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         # With no token that counts the gradients are zero, as torch's.
         scale = gradient if context.count is None else gradient / context.count.clamp(min=1)
-        scaled = (None if each is None else _scaled(each, scale, context.dtype) for each in gradients)
+        scaled = (None if each is None else _joined(each, context.dtype, scale) for each in gradients)
         return *(None,) * _OPTIONS, *scaled
 
 
@@ -309,7 +315,7 @@ class _ChunkedHead:
 
     def run(
         self, labels: Tensor, factors: Tensor, needed: Sequence[bool]
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    ) -> tuple[Tensor, tuple[_Blocks | None, ...]]:
         """Return each token's loss, and the gradients of the bias and the terms that are ``needed``.
 
         Gradients are those of the losses times ``factors`` [n], of weights and bias in ``dtype``.
@@ -319,13 +325,12 @@ class _ChunkedHead:
         logits = hidden.new_empty(chunk, weight.shape[0])
         losses = hidden.new_empty(len(hidden), dtype=self.dtype)
         of_bias = torch.zeros_like(bias, dtype=self.dtype) if bias is not None and needed[0] else None
-        make = torch.empty_like if len(hidden) else torch.zeros_like  # the first chunk writes all of it
         of_inputs = [
             torch.empty_like(each) if one else None
             for each, one in zip(self._inputs, needed[1::2], strict=True)
         ]
         of_weights = [
-            make(each, dtype=self.dtype) if one else None
+            _sum_blocks(each, self.dtype, is_written=len(hidden) > 0) if one else None
             for each, one in zip(self._weights, needed[2::2], strict=True)
         ]
         for start in range(0, len(hidden), chunk):
@@ -345,8 +350,10 @@ class _ChunkedHead:
         for of_input in of_inputs:
             if of_input is not None:
                 self._vocabulary.all_reduce(of_input)
-        pairs = zip(of_inputs, of_weights, strict=True)
-        return losses, (of_bias, *(each for pair in pairs for each in pair))
+        found: list[_Blocks | None] = [None if of_bias is None else [of_bias]]
+        for of_input, of_weight in zip(of_inputs, of_weights, strict=True):
+            found += [None if of_input is None else [of_input], of_weight]
+        return losses, tuple(found)
 
     def _compute_logits(self, rows: slice, logits: Tensor) -> None:
         """Compute the logits of the tokens ``rows``."""
@@ -370,7 +377,11 @@ class _ChunkedHead:
                 copies += self.dtype.itemsize  # the slope of the softcap
             inputs = weight.shape[1] * self.dtype.itemsize if of_weight and copies else 0
             nbytes = words * (weight.itemsize + copies) + inputs
-            chunk = (CHUNK_BYTES - _PRODUCT_BYTES) // max(1, nbytes)
+            # The sum of the weight's gradient needs more than the gradient does. Where that is most of the
+            # budget, smaller chunks would not keep to it, but read and write the sum more often.
+            wider = words * weight.shape[1] * (self.dtype.itemsize - weight.itemsize) if of_weight else 0
+            budget = CHUNK_BYTES - wider if wider <= CHUNK_BYTES // 2 else CHUNK_BYTES
+            chunk = (budget - _PRODUCT_BYTES) // max(1, nbytes)
         number = -(-tokens // max(1, chunk))
         return max(1, -(-tokens // max(1, number)))
 
@@ -397,15 +408,40 @@ class _ChunkedHead:
         return losses + options.z_loss * normalizer.square()
 
 
-def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``gradient`` times ``scale`` [] in ``dtype``, in place if that is the gradient's. A device would
-    round the scale to the gradient's dtype first."""
-    found = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-    rows = max(1, _PRODUCT_BYTES // max(1, gradient[:1].numel() * scale.itemsize))
-    blocks = gradient.split(rows)
-    for block, target in zip(blocks, blocks if found is gradient else found.split(rows), strict=True):
-        target.copy_(block.to(scale.dtype).mul_(scale))
+def _sum_blocks(weight: Tensor, dtype: torch.dtype, is_written: bool) -> _Blocks:
+    """Return what sums the gradient of ``weight`` [words, width] in ``dtype``. A sum in another dtype than
+    the weight's is in blocks, which are freed one by one when that gradient is made of them."""
+    rows = len(weight)
+    if dtype != weight.dtype:
+        rows = max(1, _SUM_BLOCK_BYTES // max(1, weight.shape[1] * dtype.itemsize))
+    make = torch.empty_like if is_written else torch.zeros_like
+    return [make(each, dtype=dtype) for each in weight.split(max(1, rows))]
+
+
+def _joined(blocks: _Blocks, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """Return the rows of ``blocks``, times ``scale`` [] if any, in ``dtype``. The list is empty then."""
+    if len(blocks) == 1 and blocks[0].dtype == dtype:
+        found = blocks.pop()
+        return found if scale is None else _scale_into(found, found, scale)
+    found = blocks[0].new_empty(sum(map(len, blocks)), *blocks[0].shape[1:], dtype=dtype)
+    stop = len(found)
+    while blocks:
+        block = blocks.pop()
+        target = found[stop - len(block) : stop]
+        stop -= len(block)
+        target.copy_(block) if scale is None else _scale_into(target, block, scale)
     return found
+
+
+def _scale_into(target: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """Write ``values`` times ``scale`` [] to ``target``, which may be the same, and return it. A device would
+    round the scale to a narrower dtype of the values first."""
+    rows = max(1, _PRODUCT_BYTES // max(1, values[:1].numel() * scale.itemsize))
+    scratch = None if values.dtype == scale.dtype else torch.empty_like(values[:rows], dtype=scale.dtype)
+    for block, result in zip(values.split(rows), target.split(rows), strict=True):
+        wide = block if scratch is None else scratch[: len(block)].copy_(block)
+        result.copy_(wide.mul_(scale))
+    return target
 
 
 def _has_narrow_products(tensor: Tensor) -> bool:
@@ -413,23 +449,26 @@ def _has_narrow_products(tensor: Tensor) -> bool:
     return tensor.dtype == torch.bfloat16 and tensor.is_cpu and torch.cpu._is_avx512_bf16_supported()
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+def _add_product(total: _Blocks, left: Tensor, right: Tensor, is_first: bool) -> None:
     """Add ``left @ right`` to ``total``, which may be of a wider dtype. The first product replaces it."""
-    if total.dtype == right.dtype:
-        total.addmm_(left, right, beta=0 if is_first else 1)
+    dtype = total[0].dtype
+    if dtype == right.dtype:
+        total[0].addmm_(left, right, beta=0 if is_first else 1)
         return
     # On a CPU, torch's products have the dtype of their factors. In bfloat16 they need less than half of
     # float32's time, and the sum over a chunk is rounded once. In float16 such a sum may overflow.
     is_widened = right.is_cpu and not _has_narrow_products(right)
-    wide = right.to(total.dtype) if is_widened else right
+    wide = right.to(dtype) if is_widened else right
     # Rows of the left side are copied for products in float32 on a CPU, those of the product otherwise.
-    rows = max(1, _PRODUCT_BYTES // max(1, sum(right.shape) * total.itemsize))
-    for block, factor in zip(total.split(rows), left.split(rows), strict=True):
+    rows = max(1, _PRODUCT_BYTES // max(1, sum(right.shape) * dtype.itemsize))
+    blocks = [block for each in total for block in each.split(rows)]
+    for block, factor in zip(blocks, left.split([len(block) for block in blocks]), strict=True):
         if is_widened:
-            block.addmm_(factor.to(total.dtype), wide, beta=0 if is_first else 1)
+            block.addmm_(factor.to(dtype), wide, beta=0 if is_first else 1)
             continue
-        product = torch.mm(factor, right) if right.is_cpu else torch.mm(factor, right, out_dtype=total.dtype)
+        product = torch.mm(factor, right) if right.is_cpu else torch.mm(factor, right, out_dtype=dtype)
         if is_first:
             block.copy_(product)
         else:
             block.add_(product)
+        del product  # before the next one is allocated
