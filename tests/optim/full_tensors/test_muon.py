@@ -170,6 +170,22 @@ def test_stacks_of_small_matrices_are_torchs(generator: torch.Generator, shape: 
     torch.testing.assert_close(batch, muon.newton_schulz(stack, exact), rtol=0, atol=1e-4)
 
 
+@on_ranks(1, stand_in=True)
+@pytest.mark.parametrize("shape", [(16, 4), (12, 12)])
+def test_devices_compute_one_matrix_as_torch_does_and_several_in_a_batch(
+    world: World, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(world.seed)
+    stack = torch.randn(200, *shape)
+    group = zero_ext.Muon([torch.zeros(2, 2)], lr=1.0).param_groups[0]
+    wanted = muon.newton_schulz(stack, group)
+    found = [muon.newton_schulz(each[None], group).cpu()[0] for each in stack.to("stand_in")]
+    assert torch.equal(torch.stack(found), wanted)
+    exact = {**group, "ns_dtype": "fp32"}
+    batch = muon.newton_schulz(stack.to("stand_in"), exact)
+    torch.testing.assert_close(batch.cpu(), muon.newton_schulz(stack, exact), rtol=0, atol=1e-4)
+
+
 @on_ranks(2, 3)
 def test_waves_change_nothing(world: World) -> None:
     _, parameters = plain(world, SHORT)

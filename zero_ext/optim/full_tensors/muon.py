@@ -249,9 +249,10 @@ def newton_schulz(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tenso
     found = matrix.to(ns_dtype(group)).contiguous()
     stack = found.reshape(-1, *matrix.shape[-2:])
     # A product of a batch rounds otherwise than torch's of a matrix, and on a CPU it is not faster.
-    batches = stack.unbind() if stack.is_cpu else [stack]
+    one_by_one = stack.is_cpu or len(stack) == 1
+    batches = stack.unbind() if one_by_one else [stack]
     factors = [_orthogonal_factor(each, group) for each in batches]
-    return (torch.stack(factors) if stack.is_cpu else factors[0]).reshape(matrix.shape)
+    return (torch.stack(factors) if one_by_one else factors[0]).reshape(matrix.shape)
 
 
 def _orthogonal_factor(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
