@@ -11,7 +11,7 @@ import typer
 
 from benchmarks.harness.account import account_bars, account_table, measure_account, planned_table
 from benchmarks.harness.environment import describe
-from benchmarks.harness.matches import MEMORY_MATCHES, Match, select
+from benchmarks.harness.matches import MEMORY_MATCHES, Match, contenders_of, select
 from benchmarks.harness.plots import plot_state_bytes
 from benchmarks.harness.ranks import Team, TeamFailure
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
@@ -146,11 +146,6 @@ def missed_memory(rows: list[dict[str, Any]]) -> list[str]:
         for row in rows
         if row["steady_met"] is False
     ]
-
-
-def contenders_of(matches: list[Match]) -> list[str]:
-    """Every contender of the matches once, in order of appearance."""
-    return list(dict.fromkeys(key for match in matches for key in (match.subject, *match.peers)))
 
 
 def main(

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness.environment import describe
-from benchmarks.harness.matches import OFFLOAD_MATCHES, select
+from benchmarks.harness.matches import OFFLOAD_MATCHES, contenders_of, select
 from benchmarks.harness.prediction import predict
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import LlamaShape, shape_named
-from benchmarks.memory import contenders_of, resident_readings, resident_table
+from benchmarks.memory import resident_readings, resident_table
 from benchmarks.peers import contender_named, titles_of
 from benchmarks.peers.base import nvme_folder
 from benchmarks.peers.deepspeed_operators import compile_operators
