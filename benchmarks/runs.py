@@ -51,7 +51,7 @@ RUNS = (
     Run("scale", "scale", minutes=6),
     Run("layouts", "layouts", minutes=1, quick=True),
     Run("muon_nvme", "muon_nvme", minutes=1, quick=True),
-    Run("checkpoint", "checkpoint", minutes=2, quick=True),
+    Run("checkpoint", "checkpoint", minutes=6),
     Run("step-34m", "step", ("--models", "34m"), minutes=8),
     Run("compute_share", "compute_share", minutes=10),
     Run("compute_share-34m-1024", "compute_share", ("--models", "34m", "--tokens", "1024"), minutes=6),
