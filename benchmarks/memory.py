@@ -17,7 +17,7 @@ from benchmarks.harness.ranks import Team, TeamFailure
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import Shape, shape_named
 from benchmarks.peers import contender_named, titles_of
-from benchmarks.peers.deepspeed_operators import compile_operators
+from benchmarks.peers.deepspeed_operators import compile_for
 
 RATIOS = ("overall_peak", "steps_peak", "steady")
 # Highest ratio of steady bytes that passes.
@@ -163,9 +163,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     keys = contenders_of(matches)
-    if any(contender_named(key).family == "deepspeed" for key in keys):
-        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
-            compile_operators()
+    compile_for(keys, console)
     with console.status("starting") as status:
         readings, failures = resident_readings(shapes, keys, steps, status.update)
         accounts: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ from benchmarks.harness.shapes import SEQUENCE_LENGTH, Shape, shape_named
 from benchmarks.harness.statistics import agree, largest_difference, ratio_of_rounds, within
 from benchmarks.harness.workload import DEFAULT_WORKLOAD, Workload
 from benchmarks.peers import contender_named, titles_of
-from benchmarks.peers.deepspeed_operators import compile_operators
+from benchmarks.peers.deepspeed_operators import compile_for
 
 MEMORY_SHARE = 0.85
 COLUMNS = ("contender", "model", "ms/step", "first loss", "last loss", "norm", "idle CPU s")
@@ -136,6 +136,7 @@ def measure(
     runs: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
+    compile_for(contenders_of(matches), console)
     limit, measured = int(MEMORY_SHARE * total_bytes()), workload.steps_of_round(steps)
     with console.status("starting") as status:
         for shape in shapes:
@@ -185,10 +186,6 @@ def main(
         raise typer.BadParameter(str(error)) from None
     if not all(matches.values()):
         raise typer.BadParameter("--only names no zero_ext contender; add one, e.g. stage3")
-    peers = {peer for each in matches.values() for match in each for peer in match.peers}
-    if any(contender_named(peer).family == "deepspeed" for peer in peers):
-        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
-            compile_operators()
     runs: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     failures: list[str] = []

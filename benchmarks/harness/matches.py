@@ -54,8 +54,8 @@ MUON_MATCHES = (
 )
 
 TRAINER_MATCHES = (
-    Match("trainer3", (("stage3", 1.02),)),
-    Match("trainer2", (("stage2", 1.02),)),
+    Match("trainer3", (("stage3", 1.02), ("trainer-deepspeed3", None))),
+    Match("trainer2", (("stage2", 1.02), ("trainer-deepspeed2", None))),
     Match("accelerate3", (("stage3", 1.02),)),
     Match("accelerate2", (("stage2", 1.02),)),
 )

@@ -90,7 +90,7 @@ def test_the_program_has_both_rows(
 
     monkeypatch.setattr(account, "account_of", account_of_all)
     monkeypatch.setattr(memory, "measure_resident", resident)
-    monkeypatch.setattr(memory, "compile_operators", lambda: None)
+    monkeypatch.setattr(memory, "compile_for", lambda keys, console: None)
     monkeypatch.setattr(memory, "plot_state_bytes", lambda accounts, path: path)
     data, status = concluded(memory.main, "tiny", 2, "stage2,deepspeed2", "tiny")
     assert data["missed"] == missed and status == int(bool(missed))
