@@ -14,7 +14,7 @@ from benchmarks.harness.shapes import SEQUENCE_LENGTH, shape_named
 from benchmarks.harness.statistics import largest_difference
 from benchmarks.peers import contender_named
 from benchmarks.peers.base import nvme_folder
-from benchmarks.peers.deepspeed_operators import compile_operators
+from benchmarks.peers.deepspeed_operators import compile_for
 
 REFERENCE = "stage3@1"
 ALONE = (REFERENCE, "stage3-stored@1", "stage3-tiled@1", "deepspeed3-stored@1")
@@ -123,9 +123,7 @@ def main(
     console = terminal()
     shape_named(model)
     keys = [key for key in only.split(",") if key] or [*ALONE, *PAIR]
-    if any(contender_named(key).family == "deepspeed" for key in keys):
-        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
-            compile_operators()
+    compile_for(keys, console)
     readings: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     for key in keys:

@@ -19,7 +19,7 @@ from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import SEQUENCE_LENGTH, llama_of, shape_named
 from benchmarks.peers import contender_named
 from benchmarks.peers.base import nvme_folder
-from benchmarks.peers.deepspeed_operators import compile_operators
+from benchmarks.peers.deepspeed_operators import compile_for
 from zero_ext.monitor import capped
 
 STEPS = 3
@@ -206,8 +206,7 @@ def _models(cap_bytes: int, factors: list[float], console: Console) -> tuple[Tab
 
 
 def _lengths(cap_bytes: int, console: Console) -> tuple[Table, dict[str, Any]]:
-    with console.status("compiling DeepSpeed's operators (minutes the first time)"):
-        compile_operators()
+    compile_for(LONG_PAIR, console)
     trials = longest(cap_bytes, console)
     ours, theirs = (best(trials, key, "length") for key in LONG_PAIR)
     ratio = ours / theirs if theirs else float("inf")

@@ -1,4 +1,5 @@
-"""Saving and loading against a plain sequential write and read of the same bytes, in turn, on the same disk.
+"""Saving and loading against a plain sequential write and read of the same bytes, and against PyTorch and
+DeepSpeed, in turn, on the same disk.
 
 Run from the repository root: python -m benchmarks.checkpoint [--gigabytes 1.5] [--rounds 7] [--folder DIR]
 """
@@ -8,7 +9,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -17,6 +20,7 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.harness.checkpoint_peers import LOADS, SAVES, Tensors, discard, start_dcp_save
 from benchmarks.harness.environment import available_bytes, describe
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import ratio_of_rounds
@@ -84,6 +88,10 @@ class State:
                 self.slices.append(HeldSlice(kind, name, 0, values[begin : begin + size]))
                 begin += size
 
+    def copies(self) -> Tensors:
+        """Return the state as tensors with storages of their own, by name and in order."""
+        return {f"{each.kind}.{each.name}": each.tensor.clone() for each in self.slices}
+
     def parameter_table(self) -> Mapping[str, Parameter]:
         return self.table
 
@@ -114,6 +122,7 @@ class Contender:
     before: Callable[[], None]
     run: Callable[[], None]
     after: Callable[[], None] = lambda: None
+    has_bar: bool = False
     seconds: list[float] = field(default_factory=list)
 
 
@@ -143,8 +152,8 @@ def plain_read(path: Path, memory: Tensor) -> None:
 
 
 def forget(path: Path) -> None:
-    """Drops a file's, or a folder's files', pages from the page cache."""
-    for file in path.iterdir() if path.is_dir() else (path,):
+    """Drops the pages of a file, or of a folder's files, from the page cache."""
+    for file in (each for each in path.rglob("*") if each.is_file()) if path.is_dir() else (path,):
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -154,63 +163,89 @@ def forget(path: Path) -> None:
 
 
 def savers(folder: Path, state: State) -> list[Contender]:
-    """Ours first, then the plain writes. Each finds its target gone and the disk quiet."""
-    ours, plain = folder / "ours", folder / "plain.bin"
+    """Ours first, then the plain writes and the peers. Each finds its target gone and the disk quiet."""
+    ours, plain, theirs = folder / "ours", folder / "plain.bin", folder / "peer"
+    tensors = state.copies()
 
     def clear() -> None:
-        shutil.rmtree(ours, ignore_errors=True)
-        plain.unlink(missing_ok=True)
+        for path in (ours, plain, theirs):
+            discard(path)
         os.sync()
 
     return [
         Contender("zero_ext save", clear, lambda: [save_state(ours, state)].clear()),
-        Contender("plain write", clear, lambda: plain_write(plain, state.memory, 0)),
+        Contender("plain write", clear, lambda: plain_write(plain, state.memory, 0), has_bar=True),
         Contender("plain write, direct", clear, lambda: plain_write(plain, state.memory, os.O_DIRECT)),
+        *(Contender(name, clear, partial(save, theirs, tensors)) for name, save in SAVES.items()),
     ]
 
 
 def loaders(folder: Path, state: State) -> list[Contender]:
-    """Ours first, then the plain read, of files that are not in the page cache."""
+    """Ours first, then the plain read and the peers, of files that are not in the page cache."""
     ours, plain = folder / "ours", folder / "plain.bin"
-    plain.unlink(missing_ok=True)
+    saved = {name: folder / f"peer-{number}" for number, name in enumerate(SAVES)}
+    tensors = state.copies()
+    for path in (ours, plain):
+        discard(path)
     save_state(ours, state)
     plain_write(plain, state.memory, 0)
+    for name, path in saved.items():
+        SAVES[name](path, tensors)
 
     def cool() -> None:
-        state.memory.fill_(255)  # the last contender must not have done this one's work
+        for memory in (state.memory, *tensors.values()):
+            memory.fill_(255)  # the last contender must not have done this one's work
         os.sync()
-        forget(ours / "step-000001")
-        forget(plain)
+        for path in (ours / "step-000001", plain, *saved.values()):
+            forget(path)
+
+    def check() -> None:
+        check_loaded(state.memory)
+
+    def check_peer() -> None:
+        check_loaded(torch.cat(list(tensors.values())).view(torch.uint8))
 
     return [
-        Contender("zero_ext load", cool, lambda: [load_state(ours, state)].clear()),
-        Contender("plain read", cool, lambda: plain_read(plain, state.memory)),
+        Contender("zero_ext load", cool, lambda: [load_state(ours, state)].clear(), check),
+        Contender("plain read", cool, lambda: plain_read(plain, state.memory), check, has_bar=True),
+        *(
+            Contender(name, cool, partial(load, saved[peer], tensors), check_peer)
+            for name, (peer, load) in LOADS.items()
+        ),
     ]
 
 
 def blockers(folder: Path, state: State) -> list[Contender]:
-    """How long a background save keeps the training step waiting, against one copy of the same bytes."""
-    ours = folder / "ours"
+    """How long a background save keeps the training step waiting, against one copy of the same bytes and
+    against DCP."""
+    ours, theirs = folder / "ours", folder / "peer"
     handles: list[SaveHandle] = []
+    futures: list[Future[Any]] = []
+    tensors = state.copies()
 
     def wait_for_saves() -> None:
         while handles:
             handles.pop().wait()
-        shutil.rmtree(ours, ignore_errors=True)
+        while futures:
+            futures.pop().result()
+        for path in (ours, theirs):
+            discard(path)
         os.sync()
 
     def start() -> None:
         handles.append(save_state(ours, state, async_save=True))
 
+    def start_peer() -> None:
+        futures.append(start_dcp_save(theirs, tensors))
+
     def copy() -> None:
         ops.host_buffer(state.memory.numel()).copy_(state.memory)
 
-    found = [
-        Contender("zero_ext background save", wait_for_saves, start),
-        Contender("one host copy", wait_for_saves, copy),
+    return [
+        Contender("zero_ext background save", wait_for_saves, start, wait_for_saves),
+        Contender("one host copy", wait_for_saves, copy, has_bar=True),
+        Contender("torch DCP", wait_for_saves, start_peer, wait_for_saves),
     ]
-    found[0].after = wait_for_saves
-    return found
 
 
 def run_in_turn(contenders: list[Contender], rounds: int) -> None:
@@ -225,7 +260,7 @@ def run_in_turn(contenders: list[Contender], rounds: int) -> None:
 
 
 def judge(title: str, contenders: list[Contender], nbytes: int) -> tuple[Table, list[dict[str, Any]]]:
-    """The table and the figures. The bar holds against every plain contender but the direct ones."""
+    """The table and the figures."""
     ours = contenders[0]
     note = (
         f"Medians of {len(ours.seconds)} rounds, all in turn in each; ratios are medians of the rounds' "
@@ -235,8 +270,7 @@ def judge(title: str, contenders: list[Contender], nbytes: int) -> tuple[Table, 
     figures = []
     for contender in contenders:
         ratio = ratio_of_rounds(contender.seconds, ours.seconds)
-        judged = contender is not ours and "direct" not in contender.name
-        met = ratio.at_least(SPEED_BAR) if judged else None
+        met = ratio.at_least(SPEED_BAR) if contender.has_bar else None
         seconds = median(contender.seconds)
         table.rows.append(
             [
@@ -259,10 +293,9 @@ def judge(title: str, contenders: list[Contender], nbytes: int) -> tuple[Table, 
     return table, figures
 
 
-def check_loaded(state: State) -> None:
-    """RuntimeError unless the state is what it was made as, after all the loads."""
-    expected = State(state.memory.numel())
-    if not torch.equal(expected.memory, state.memory):
+def check_loaded(memory: Tensor) -> None:
+    """RuntimeError unless the bytes [n] are those that a state of this size is made of."""
+    if not torch.equal(State(memory.numel()).memory, memory):
         raise RuntimeError("the loaded state differs from the saved one")
 
 
@@ -273,12 +306,12 @@ def main(
 ) -> None:
     """Time save and load against plain writes and reads of the same bytes; write the result."""
     console = terminal()
-    if available_bytes() < 4 * gigabytes * 1e9:
-        raise typer.BadParameter("four times --gigabytes of free memory are needed")
+    if available_bytes() < 6 * gigabytes * 1e9:
+        raise typer.BadParameter("six times --gigabytes of free memory are needed")
     with tempfile.TemporaryDirectory(dir=folder, prefix="checkpoint-benchmark-") as name:
         target = Path(name)
-        if shutil.disk_usage(target).free < 3 * gigabytes * 1e9:
-            raise typer.BadParameter("three times --gigabytes of free disk are needed")
+        if shutil.disk_usage(target).free < 6 * gigabytes * 1e9:
+            raise typer.BadParameter("six times --gigabytes of free disk are needed")
         state = State(int(gigabytes * 1e9))
         nbytes = state.memory.numel()
         results, tables, missed = [], [], []
@@ -296,7 +329,6 @@ def main(
                 f"{title}, {row['name']}: the bar is missed" for row in figures if row["bar_met"] is False
             ]
             results += figures
-        check_loaded(state)
     load = os.getloadavg()[0]
     data = {
         "environment": describe() | {"load average at the end": f"{load:.2f}"},

@@ -11,13 +11,13 @@ import typer
 
 from benchmarks.harness.account import account_bars, account_table, measure_account, planned_table
 from benchmarks.harness.environment import describe
-from benchmarks.harness.matches import MEMORY_MATCHES, Match, select
+from benchmarks.harness.matches import MEMORY_MATCHES, Match, contenders_of, select
 from benchmarks.harness.plots import plot_state_bytes
 from benchmarks.harness.ranks import Team, TeamFailure
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import Shape, shape_named
 from benchmarks.peers import contender_named, titles_of
-from benchmarks.peers.deepspeed_operators import compile_operators
+from benchmarks.peers.deepspeed_operators import compile_for
 
 RATIOS = ("overall_peak", "steps_peak", "steady")
 # Highest ratio of steady bytes that passes.
@@ -148,11 +148,6 @@ def missed_memory(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def contenders_of(matches: list[Match]) -> list[str]:
-    """Every contender of the matches once, in order of appearance."""
-    return list(dict.fromkeys(key for match in matches for key in (match.subject, *match.peers)))
-
-
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated shapes: tiny, 34m, 239m.")] = "34m,239m",
     steps: Annotated[int, typer.Option(min=2, help="Steps before and after the peak is reset.")] = 4,
@@ -168,9 +163,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     keys = contenders_of(matches)
-    if any(contender_named(key).family == "deepspeed" for key in keys):
-        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
-            compile_operators()
+    compile_for(keys, console)
     with console.status("starting") as status:
         readings, failures = resident_readings(shapes, keys, steps, status.update)
         accounts: list[dict[str, Any]] = []

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness.environment import describe
-from benchmarks.harness.matches import OFFLOAD_MATCHES, select
+from benchmarks.harness.matches import OFFLOAD_MATCHES, contenders_of, select
 from benchmarks.harness.prediction import predict
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import LlamaShape, shape_named
-from benchmarks.memory import contenders_of, resident_readings, resident_table
+from benchmarks.memory import resident_readings, resident_table
 from benchmarks.peers import contender_named, titles_of
 from benchmarks.peers.base import nvme_folder
-from benchmarks.peers.deepspeed_operators import compile_operators
+from benchmarks.peers.deepspeed_operators import compile_for
 from benchmarks.step import measure, missed_bars, ratios_table, times_table
 
 # Subject, peer, highest ratio of their whole peaks that passes.
@@ -143,9 +143,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     keys = [*contenders_of(matches), "stage3"]
-    if any(contender_named(key).family == "deepspeed" for key in keys):
-        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
-            compile_operators()
+    compile_for(keys, console)
     with console.status("starting") as status:
         readings, failures = resident_readings(shapes, keys, steps, status.update)
     runs, rows, timing_failures = (

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from benchmarks.harness.duel import Record, run_in_turn
 from benchmarks.harness.environment import describe, total_bytes
-from benchmarks.harness.matches import Match, select, split_to_fit, step_matches
+from benchmarks.harness.matches import Match, contenders_of, select, split_to_fit, step_matches
 from benchmarks.harness.ranks import TeamFailure
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.shapes import SEQUENCE_LENGTH, Shape, shape_named
 from benchmarks.harness.statistics import agree, largest_difference, ratio_of_rounds, within
 from benchmarks.harness.workload import DEFAULT_WORKLOAD, Workload
 from benchmarks.peers import contender_named, titles_of
-from benchmarks.peers.deepspeed_operators import compile_operators
+from benchmarks.peers.deepspeed_operators import compile_for
 
 MEMORY_SHARE = 0.85
 COLUMNS = ("contender", "model", "ms/step", "first loss", "last loss", "norm", "idle CPU s")
@@ -114,7 +114,8 @@ def ratios_table(
             "trained alike (loss)",
         ),
         [row_of(row) for row in rows],
-        note=f"Ratio: median over {rounds} rounds of {steps} steps each, contenders in turn. bfloat16"
+        note=f"Ratio: median over {rounds} rounds of {workload.steps_of_round(steps)} steps, contenders in"
+        " turn. bfloat16"
         f" parameters, float32 masters, AdamW, clipped to norm 1. {workload.described()}."
         " Peers send through gloo, as zero_ext does where the row says gloo. In its other rows of several"
         " ranks bulk data goes directly from process to process. Trained alike: losses of all steps and the"
@@ -135,16 +136,15 @@ def measure(
     runs: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
-    limit = int(MEMORY_SHARE * total_bytes())
+    compile_for(contenders_of(matches), console)
+    limit, measured = int(MEMORY_SHARE * total_bytes()), workload.steps_of_round(steps)
     with console.status("starting") as status:
         for shape in shapes:
-            for match in (
-                fitting for each in matches for fitting in split_to_fit(each, shape, limit, workload)
-            ):
-                keys = (match.subject, *match.peers)
+            for group in split_to_fit(matches, shape, limit, workload):
+                keys = contenders_of(group)
                 try:
                     records = run_in_turn(
-                        keys, shape.name, rounds, steps, warm_up, status.update, workload=workload
+                        keys, shape.name, rounds, measured, warm_up, status.update, workload=workload
                     )
                 except (TeamFailure, MemoryError) as failure:
                     failures.append(f"{shape.name}, {' / '.join(keys)}: {failure}")
@@ -155,14 +155,16 @@ def measure(
                         "records": {key: asdict(record) for key, record in records.items()},
                     }
                 )
-                rows += compare(match, shape, records)
+                rows += [row for match in group for row in compare(match, shape, records)]
     return runs, rows, failures
 
 
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated shapes: tiny, 34m, 239m.")] = "34m,239m",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each gives one ratio.")] = 9,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 4,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Measured steps of a round, fewer with accumulation.")
+    ] = 4,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each contender before the first round.")] = 4,
     only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3,fsdp2.")] = "",
     ranks: Annotated[
@@ -184,10 +186,6 @@ def main(
         raise typer.BadParameter(str(error)) from None
     if not all(matches.values()):
         raise typer.BadParameter("--only names no zero_ext contender; add one, e.g. stage3")
-    peers = {peer for each in matches.values() for match in each for peer in match.peers}
-    if any(contender_named(peer).family == "deepspeed" for peer in peers):
-        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
-            compile_operators()
     runs: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     failures: list[str] = []

@@ -1,4 +1,4 @@
-"""The Trainer and Accelerate with zero_ext against its own loop: what a step costs more, in one run.
+"""The Trainer and Accelerate with zero_ext against its own loop, and against the Trainer with DeepSpeed.
 
 Run from the repository root: python -m benchmarks.trainer [--models 34m] [--rounds 9] [--steps 8]
 """

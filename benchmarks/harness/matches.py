@@ -54,8 +54,8 @@ MUON_MATCHES = (
 )
 
 TRAINER_MATCHES = (
-    Match("trainer3", (("stage3", 1.02),)),
-    Match("trainer2", (("stage2", 1.02),)),
+    Match("trainer3", (("stage3", 1.02), ("trainer-deepspeed3", None))),
+    Match("trainer2", (("stage2", 1.02), ("trainer-deepspeed2", None))),
     Match("accelerate3", (("stage3", 1.02),)),
     Match("accelerate2", (("stage2", 1.02),)),
 )
@@ -122,13 +122,35 @@ def expected_bytes(keys: Sequence[str], shape: Shape, workload: Workload = DEFAU
     )
 
 
+def contenders_of(matches: Sequence[Match]) -> tuple[str, ...]:
+    """Every contender of the matches once, in order of appearance."""
+    return tuple(dict.fromkeys(key for match in matches for key in (match.subject, *match.peers)))
+
+
 def split_to_fit(
-    match: Match, shape: Shape, limit_bytes: int, workload: Workload = DEFAULT_WORKLOAD
-) -> list[Match]:
-    """The match whole if all its ranks fit in `limit_bytes`, else one match of the subject per peer."""
-    if expected_bytes((match.subject, *match.peers), shape, workload) <= limit_bytes:
-        return [match]
-    return [replace(match, bars=(bar,)) for bar in match.bars]
+    matches: Sequence[Match], shape: Shape, limit_bytes: int, workload: Workload = DEFAULT_WORKLOAD
+) -> list[list[Match]]:
+    """The matches in groups that are timed together: those with a peer in common, so that it is timed once.
+
+    Where the ranks of a group do not fit in `limit_bytes`, each of its matches is a group, or each pair.
+    """
+
+    def fits(group: list[Match]) -> bool:
+        return expected_bytes(contenders_of(group), shape, workload) <= limit_bytes
+
+    groups: list[list[Match]] = []
+    for match in matches:
+        known = [each for each in groups if set(contenders_of(each)) & set(match.peers)]
+        if known:
+            known[0].append(match)
+        else:
+            groups.append([match])
+    found: list[list[Match]] = []
+    for group in groups:
+        for part in [group] if fits(group) else [[match] for match in group]:
+            pairs = [[replace(match, bars=(bar,))] for match in part for bar in match.bars]
+            found += [part] if fits(part) or not pairs else pairs
+    return found
 
 
 def order_of_round(keys: Sequence[str], round_number: int) -> list[str]:

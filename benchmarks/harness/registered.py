@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_SOURCES = ("zero_ext", "csrc", "examples/demo", "benchmarks/harness", "benchmarks/peers")
-_SCRIPT = re.compile(r'from benchmarks\.(\w+) import|"(\w+)\.py"')
+SHARED_SOURCES = ("zero_ext", "csrc", "examples/demo", "benchmarks/harness")
+PEERS = "benchmarks/peers"
+_MODULE = re.compile(r'from benchmarks\.([\w.]+) import|"benchmarks\.([\w.]+)"|"(\w+)\.py"')
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,16 @@ class Run:
 
     def sources(self) -> list[str]:
         """Files and folders under ROOT whose changes make the result outdated: the package, what all
-        benchmarks share, the script and other scripts that it imports or starts."""
-        found = [self.module]
-        for module in found:
-            text = (self.script.parent / f"{module}.py").read_text()
-            names = {imported or started for imported, started in _SCRIPT.findall(text)}
-            present = {name for name in names if (self.script.parent / f"{name}.py").exists()}
-            found += sorted(present - set(found))
-        return [*SHARED_SOURCES, *(f"benchmarks/{module}.py" for module in found)]
+        benchmarks share, the script and other scripts that it imports or starts, and the peers if one of
+        these needs them."""
+        found, peers = [f"benchmarks/{self.module}.py"], False
+        for path in found:
+            names = {"".join(groups) for groups in _MODULE.findall((ROOT / path).read_text())} - {"runs"}
+            peers |= any(name.split(".")[0] == "peers" for name in names)
+            scripts = {f"benchmarks/{name.replace('.', '/')}.py" for name in names}
+            found += sorted(each for each in scripts - set(found) if (ROOT / each).exists())
+        scripts = {path for path in found if Path(path).parent == Path("benchmarks")}
+        return [*SHARED_SOURCES, *([PEERS] if peers else []), *sorted(scripts)]
 
 
 def run_of_command(runs: Sequence[Run], argv: Sequence[str]) -> Run | None:

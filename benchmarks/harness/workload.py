@@ -68,6 +68,10 @@ class Workload:
         token = shape.layers * layer + 14 * shape.vocabulary
         return max(0, self.tokens - SEQUENCE_LENGTH) * BATCH_SIZE * token
 
+    def steps_of_round(self, micro_batches: int) -> int:
+        """Return the measured steps of a contender in a round of about `micro_batches`."""
+        return max(1, micro_batches // self.accumulation)
+
     def described(self) -> str:
         """Tokens, accumulation, ranks and threads, for the note of a table."""
         tokens = f"{BATCH_SIZE} × {self.tokens:,} tokens per rank and micro-batch"

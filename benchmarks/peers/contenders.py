@@ -139,6 +139,18 @@ CONTENDERS = {
         ),
         *(
             Contender(
+                f"trainer-deepspeed{stage}",
+                f"Trainer, DeepSpeed {stage}",
+                "trainer_deepspeed",
+                {"stage": stage},
+                2,
+                1,
+                19.0,
+            )
+            for stage in (2, 3)
+        ),
+        *(
+            Contender(
                 f"accelerate{stage}", f"Accelerate, stage {stage}", "accelerate", {"stage": stage}, 2, 1, 17.0
             )
             for stage in (2, 3)
@@ -214,6 +226,7 @@ TRAINERS = {
     "deepspeed": ("benchmarks.peers.deepspeed_zero", "DeepSpeedTrainer"),
     "accelerate": ("benchmarks.peers.accelerate_loop", "AccelerateTrainer"),
     "hugging_face": ("benchmarks.peers.hugging_face", "HuggingFaceTrainer"),
+    "trainer_deepspeed": ("benchmarks.peers.hugging_face", "DeepSpeedHuggingFaceTrainer"),
     "zero_ext": ("benchmarks.peers.zero_ext_engine", "ZeroExtTrainer"),
 }
 

@@ -3,7 +3,20 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Any
+
+from rich.console import Console
+
+from benchmarks.peers.contenders import contender_named
+from benchmarks.peers.tuned_settings import PACKAGES
+
+
+def compile_for(keys: Iterable[str], console: Console) -> None:
+    """Build DeepSpeed's operators if one of these contenders needs them. RuntimeError when a build fails."""
+    if any(PACKAGES.get(contender_named(key).family) == "deepspeed" for key in keys):
+        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
+            compile_operators()
 
 
 def compile_operators() -> None:

@@ -1,15 +1,18 @@
-"""Hugging Face's Trainer with zero_ext's mixin, made to go a step at a time."""
+"""Hugging Face's Trainer, with zero_ext's mixin or with DeepSpeed, made to go a step at a time."""
 
 import tempfile
 import threading
+from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, training_args
 
 from benchmarks.harness.shapes import BATCH_SIZE, Shape, batch_for, build_model
-from benchmarks.peers.base import CLIP_NORM, adamw
+from benchmarks.peers.base import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, adamw
 from benchmarks.peers.zero_ext_engine import configuration
 from zero_ext.integrations.transformers import ZeroTrainer
 from zero_ext.zero import engine_of
@@ -18,37 +21,45 @@ STEPS = 1_000_000
 
 
 class HuggingFaceTrainer:
-    """``ZeroTrainer.train`` in a thread of its own, which waits before each step until it is asked for one.
+    """``Trainer.train`` in a thread of its own, which waits before each step until it is asked for one.
 
-    The model, the optimizer, the configuration and the tokens are those of zero_ext's own loop. A step
-    begins before its batch is fetched, which is a collective, and ends where the next one would begin.
+    The model, the optimizer, the configuration and the tokens are those of zero_ext's or DeepSpeed's own
+    loop. A step begins before its batch is fetched, which is a collective, and ends where the next one would
+    begin.
     """
 
     def __init__(self, shape: Shape, stage: int) -> None:
         model = build_model(shape)
+        settings = {
+            "model": model,
+            "optimizers": (adamw(list(model.parameters())), None),
+            "zero_config": configuration(stage, 0, False, "fp32", {}),
+        }
+        self._prepare(_StepwiseZeroTrainer, shape, settings, use_cpu=True)
+
+    def _prepare(self, kind: Any, shape: Shape, settings: dict[str, Any], **arguments: Any) -> None:
+        """Make the Trainer ``kind`` with ``settings``, its ``TrainingArguments`` with ``arguments``."""
         self._folder = tempfile.TemporaryDirectory(prefix="zero_ext_bench_trainer_")
         args = TrainingArguments(
             self._folder.name,
-            use_cpu=True,
             max_steps=STEPS,
             per_device_train_batch_size=BATCH_SIZE,
             train_sampling_strategy="sequential",
             lr_scheduler_type="constant",
+            learning_rate=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
             max_grad_norm=CLIP_NORM,
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
+            **arguments,
         )
         self._turns = _Turns()
-        self._trainer = _StepwiseTrainer(
-            self._turns,
-            model=model,
-            args=args,
-            train_dataset=_Tokens(shape, args.world_size),
-            optimizers=(adamw(list(model.parameters())), None),
-            zero_config=configuration(stage, 0, False, "fp32", {}),
-            callbacks=[_Stop(self._turns)],
-        )
+        # With DeepSpeed on CPUs, Accelerate counts one process. Then every rank gets all samples.
+        first = dist.get_rank() if args.world_size == 1 < dist.get_world_size() else 0
+        tokens, callbacks = _Tokens(shape, args.world_size, first), [_Stop(self._turns)]
+        self._trainer = kind(args=args, train_dataset=tokens, callbacks=callbacks, **settings)
+        self._trainer.turns = self._turns
         self._thread = threading.Thread(target=self._train, name="Trainer", daemon=True)
 
     def _train(self) -> None:
@@ -82,6 +93,21 @@ class HuggingFaceTrainer:
         self._folder.cleanup()
 
 
+class DeepSpeedHuggingFaceTrainer(HuggingFaceTrainer):
+    """The same with transformers' own DeepSpeed, by the JSON of DeepSpeed's loop."""
+
+    def __init__(self, shape: Shape, stage: int, settings: Mapping[str, Any] | None = None) -> None:
+        from benchmarks.peers.deepspeed_zero import configuration as json_of
+
+        json = json_of(stage, settings=settings)
+        # Without use_cpu transformers wants a GPU for bfloat16. With it Accelerate leaves DeepSpeed out.
+        with mock.patch.object(training_args, "is_torch_bf16_gpu_available", return_value=True):
+            self._prepare(_StepwiseTrainer, shape, {"model": build_model(shape)}, deepspeed=json, bf16=True)
+
+    def gradient_norm(self) -> float:
+        return float(self._trainer.model_wrapped.get_global_grad_norm())
+
+
 class _Turns:
     """Two threads that take turns: ``go`` for one step, ``done`` when it is over."""
 
@@ -101,18 +127,16 @@ class _Stop(TrainerCallback):
         control.should_training_stop = self._turns.ends
 
 
-class _StepwiseTrainer(ZeroTrainer):
+class _StepwiseTrainer(Trainer):
     """Waits for its turn before each step, and keeps the last loss."""
 
-    def __init__(self, turns: _Turns, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._turns = turns
-        self.last_loss: torch.Tensor | None = None
+    turns: _Turns
+    last_loss: torch.Tensor | None = None
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         if self.last_loss is not None:
-            self._turns.done.release()
-        self._turns.go.acquire()
+            self.turns.done.release()
+        self.turns.go.acquire()
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -120,15 +144,19 @@ class _StepwiseTrainer(ZeroTrainer):
         return self.last_loss
 
 
-class _Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Sample ``step * ranks + rank`` is what that rank's ``step`` trains on."""
+class _StepwiseZeroTrainer(_StepwiseTrainer, ZeroTrainer):
+    """The same with zero_ext."""
 
-    def __init__(self, shape: Shape, ranks: int) -> None:
-        self._shape, self._ranks = shape, ranks
+
+class _Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Sample ``step * ranks + rank`` is what ``step`` of the rank ``first + rank`` trains on."""
+
+    def __init__(self, shape: Shape, ranks: int, first: int) -> None:
+        self._shape, self._ranks, self._first = shape, ranks, first
 
     def __len__(self) -> int:
         return STEPS * self._ranks
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = batch_for(self._shape, index % self._ranks, index // self._ranks)[0]
+        tokens = batch_for(self._shape, self._first + index % self._ranks, index // self._ranks)[0]
         return {"input_ids": tokens, "labels": tokens}

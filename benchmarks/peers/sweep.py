@@ -24,7 +24,7 @@ from benchmarks.harness.shapes import shape_named
 from benchmarks.harness.statistics import agree, largest_difference, ratio_of_rounds
 from benchmarks.peers import tuned_settings
 from benchmarks.peers.contenders import CONTENDERS, Contender, with_settings
-from benchmarks.peers.deepspeed_operators import compile_operators
+from benchmarks.peers.deepspeed_operators import compile_for
 from benchmarks.peers.knobs import knobs_of
 from benchmarks.peers.tuned_settings import Settings
 
@@ -166,9 +166,7 @@ def main(
         contenders = [_peer_named(key) for key in only.split(",")]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if any(contender.family == "deepspeed" for contender in contenders):
-        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
-            compile_operators()
+    compile_for([contender.key for contender in contenders], console)
     for model in shapes:
         for contender in contenders:
             with console.status("starting") as status:

@@ -10,9 +10,16 @@ Settings = dict[str, Any]
 
 FILE = Path(__file__).with_name("tuned_settings.json")
 # Families with knobs, and the package of each. What was best in one version may not be in another.
-PACKAGES = {"ddp": "torch", "fsdp2": "torch", "deepspeed": "deepspeed"}
-# Contenders that differ from another one only in the optimizer's rule have its settings.
+PACKAGES = {
+    "ddp": "torch",
+    "fsdp2": "torch",
+    "deepspeed": "deepspeed",
+    "trainer_deepspeed": "deepspeed",
+}
+# Contenders that differ from another one only in the optimizer's rule or in the loop have its settings.
 SETTINGS_OF = {
+    "trainer-deepspeed2": "deepspeed2",
+    "trainer-deepspeed3": "deepspeed3",
     "fsdp2-muon": "fsdp2",
     "deepspeed1-muon": "deepspeed1",
     "deepspeed2-muon": "deepspeed2",

@@ -2,7 +2,14 @@
 
 import pytest
 
-from benchmarks.harness.matches import STEP_MATCHES, expected_bytes, order_of_round, select, split_to_fit
+from benchmarks.harness.matches import (
+    STEP_MATCHES,
+    contenders_of,
+    expected_bytes,
+    order_of_round,
+    select,
+    split_to_fit,
+)
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.peers import CONTENDERS, contender_named, trainer_class
 
@@ -31,12 +38,35 @@ def test_only_selects_the_named_contenders() -> None:
         select(STEP_MATCHES, ["stage9"])
 
 
+SHAPE = SHAPES["239m"]
+
+
 def test_a_match_is_split_when_memory_is_short() -> None:
-    match, shape = STEP_MATCHES[0], SHAPES["239m"]
-    all_bytes = expected_bytes((match.subject, *match.peers), shape)
-    assert split_to_fit(match, shape, all_bytes) == [match]
-    fitting = split_to_fit(match, shape, all_bytes - 1)
-    assert [(each.subject, each.bars) for each in fitting] == [("stage3", (bar,)) for bar in match.bars]
+    match = STEP_MATCHES[0]
+    all_bytes = expected_bytes((match.subject, *match.peers), SHAPE)
+    assert split_to_fit([match], SHAPE, all_bytes) == [[match]]
+    fitting = split_to_fit([match], SHAPE, all_bytes - 1)
+    assert [[(each.subject, each.bars) for each in group] for group in fitting] == [
+        [("stage3", (bar,))] for bar in match.bars
+    ]
+
+
+def test_matches_with_a_peer_in_common_are_timed_together_where_they_fit() -> None:
+    groups = split_to_fit(STEP_MATCHES, SHAPE, 1 << 60)
+    assert [contenders_of(group) for group in groups] == [
+        ("stage3", "fsdp2", "deepspeed3", "stage3-gloo"),
+        ("stage2", "fsdp2-keep", "deepspeed2", "stage2-gloo"),
+        ("stage1", "ddp", "deepspeed1", "stage1-gloo", "stage0"),
+        ("stage3@1", "plain@1", "stage2@1", "stage1@1"),
+    ]
+    together = groups[0]
+    split = split_to_fit(together, SHAPE, expected_bytes(contenders_of(together), SHAPE) - 1)
+    assert split == [[match] for match in together]
+
+
+def test_a_subject_alone_is_timed_whether_it_fits_or_not() -> None:
+    alone = select(STEP_MATCHES, ["stage0"])
+    assert split_to_fit(alone, SHAPE, 0) == [alone]
 
 
 def test_rounds_alternate_direction() -> None:

@@ -10,7 +10,7 @@ from benchmarks import memory
 from benchmarks.harness import account
 from benchmarks.harness.account import Account, account_of, planned_bytes
 from benchmarks.harness.formula import STATE_KINDS
-from benchmarks.harness.matches import MEMORY_MATCHES
+from benchmarks.harness.matches import MEMORY_MATCHES, contenders_of
 from benchmarks.harness.shapes import SHAPES
 from tests.benchmarks.conftest import Concluded
 
@@ -23,7 +23,7 @@ def reading(steady: int, peak: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(("steady", "missed"), [(100, []), (99, []), (101, ["stage1", "stage2"])])
 def test_steady_bytes_of_stages_1_and_2_have_a_bar_against_deepspeed(steady: int, missed: list[str]) -> None:
-    readings = {"34m": {key: reading(100, 200) for key in memory.contenders_of(list(MEMORY_MATCHES))}}
+    readings = {"34m": {key: reading(100, 200) for key in contenders_of(list(MEMORY_MATCHES))}}
     for stage in range(4):
         readings["34m"][f"stage{stage}"] = reading(steady, 150)
     rows = memory.peak_rows(list(MEMORY_MATCHES), readings)
@@ -90,7 +90,7 @@ def test_the_program_has_both_rows(
 
     monkeypatch.setattr(account, "account_of", account_of_all)
     monkeypatch.setattr(memory, "measure_resident", resident)
-    monkeypatch.setattr(memory, "compile_operators", lambda: None)
+    monkeypatch.setattr(memory, "compile_for", lambda keys, console: None)
     monkeypatch.setattr(memory, "plot_state_bytes", lambda accounts, path: path)
     data, status = concluded(memory.main, "tiny", 2, "stage2,deepspeed2", "tiny")
     assert data["missed"] == missed and status == int(bool(missed))

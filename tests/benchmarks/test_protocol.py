@@ -15,7 +15,7 @@ from benchmarks import memory, offload, step
 from benchmarks.harness import recorded, report
 from benchmarks.harness.environment import Start
 from benchmarks.harness.matches import Match
-from benchmarks.harness.registered import ROOT, SHARED_SOURCES, Run, run_of_command
+from benchmarks.harness.registered import PEERS, ROOT, SHARED_SOURCES, Run, run_of_command
 from benchmarks.runs import RUNS
 
 NO_BENCHMARKS = {"runs", "tuned_script"}
@@ -104,7 +104,7 @@ def test_a_command_is_a_run_only_with_exactly_its_arguments() -> None:
 def test_sources_are_the_package_and_the_scripts_that_run() -> None:
     assert Run("", "adam").sources() == [*SHARED_SOURCES, "benchmarks/adam.py"]
     offload = Run("", "offload").sources()
-    assert {"benchmarks/offload.py", "benchmarks/memory.py", "benchmarks/step.py"} <= set(offload)
+    assert {PEERS, "benchmarks/offload.py", "benchmarks/memory.py", "benchmarks/step.py"} <= set(offload)
     assert "benchmarks/tuned_script.py" in Run("", "tune").sources()
 
 

@@ -112,9 +112,14 @@ def test_more_tokens_and_micro_batches_need_more_memory() -> None:
     assert sizes[0] == expected_bytes(keys, SHAPES["239m"]) < sizes[1]
     assert expected_bytes(keys, SHAPES["239m"], Workload(4)) == 2 * sizes[0]
     assert expected_bytes(keys, SHAPES["239m"], Workload(2, 128, 4)) > sizes[0]
-    match = step_matches("239m", Workload(2))[0]
-    assert len(split_to_fit(match, SHAPES["239m"], sizes[0] * 2, Workload(2))) == 1
-    assert len(split_to_fit(match, SHAPES["239m"], sizes[0] * 2, Workload(4, 1024))) == 2
+    matches = step_matches("239m", Workload(2))[:1]
+    assert len(split_to_fit(matches, SHAPES["239m"], sizes[0] * 2, Workload(2))) == 1
+    assert len(split_to_fit(matches, SHAPES["239m"], sizes[0] * 2, Workload(4, 1024))) == 2
+
+
+def test_rounds_have_as_many_micro_batches_with_accumulation() -> None:
+    found = {count: Workload(2, 128, count).steps_of_round(4) for count in (1, 2, 4, 8)}
+    assert found == {1: 4, 2: 2, 4: 1, 8: 1}
 
 
 def test_a_step_trains_on_the_micro_batches_of_its_number() -> None:
@@ -185,7 +190,7 @@ def test_the_program_measures_its_workload(concluded: Concluded, monkeypatch: py
     monkeypatch.setattr(step, "run_in_turn", run_in_turn)
     data, status = concluded(step.main, "34m", 2, 1, 1, "stage3,stage3-gloo,fsdp2", 2, 1024, 1)
     workload = Workload(2, 1024, 1)
-    assert asked == [((key, "fsdp2"), "34m", workload) for key in ("stage3", "stage3-gloo")]
+    assert asked == [(("stage3", "fsdp2", "stage3-gloo"), "34m", workload)]
     assert [row["met"] for row in data["comparisons"]] == ["yes", "no"] and status == 1
     assert data["workload"] == {"ranks": 2, "tokens": 1024, "accumulation": 1}
 
