@@ -147,9 +147,9 @@ def split_to_fit(
             groups.append([match])
     found: list[list[Match]] = []
     for group in groups:
-        for part in [group] if fits(group) else [[match] for match in group]:
-            pairs = [[replace(match, bars=(bar,))] for match in part for bar in match.bars]
-            found += [part] if fits(part) or not pairs else pairs
+        for smaller in [group] if fits(group) else [[match] for match in group]:
+            pairs = [[replace(match, bars=(bar,))] for match in smaller for bar in match.bars]
+            found += [smaller] if fits(smaller) or not pairs else pairs
     return found
 
 

@@ -59,9 +59,9 @@ def test_matches_with_a_peer_in_common_are_timed_together_where_they_fit() -> No
         ("stage1", "ddp", "deepspeed1", "stage1-gloo", "stage0"),
         ("stage3@1", "plain@1", "stage2@1", "stage1@1"),
     ]
-    together = groups[0]
-    split = split_to_fit(together, SHAPE, expected_bytes(contenders_of(together), SHAPE) - 1)
-    assert split == [[match] for match in together]
+    stage3 = groups[0]
+    split = split_to_fit(stage3, SHAPE, expected_bytes(contenders_of(stage3), SHAPE) - 1)
+    assert split == [[match] for match in stage3]
 
 
 def test_a_subject_alone_is_timed_whether_it_fits_or_not() -> None:
