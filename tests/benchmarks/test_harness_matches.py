@@ -51,7 +51,7 @@ def test_a_match_is_split_when_memory_is_short() -> None:
     ]
 
 
-def test_matches_with_a_peer_in_common_are_timed_together_where_they_fit() -> None:
+def test_matches_with_a_common_peer_share_rounds_in_memory_that_suffices() -> None:
     groups = split_to_fit(STEP_MATCHES, SHAPE, 1 << 60)
     assert [contenders_of(group) for group in groups] == [
         ("stage3", "fsdp2", "deepspeed3", "stage3-gloo"),
