@@ -60,7 +60,7 @@ RUNS = (
     Run("trainer", "trainer", minutes=9),
     Run("muon", "muon", ("--models", "34m"), minutes=6),
     Run("monitor", "monitor", minutes=5),
-    Run("steady", "steady", minutes=3),
+    Run("steady", "steady", minutes=3, quick=True),
     Run("load", "load", minutes=3),
     Run("compressed", "compressed", ("--what", "8m-bytes"), minutes=6),
     Run("long_context", "long_context", minutes=5),
