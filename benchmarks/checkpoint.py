@@ -249,13 +249,14 @@ def blockers(folder: Path, state: State) -> list[Contender]:
 
 
 def run_in_turn(contenders: list[Contender], rounds: int) -> None:
-    """One turn each a round, forwards and backwards alternately."""
-    for number in range(rounds):
+    """One turn each a round, forwards and backwards alternately, after an unmeasured one."""
+    for number in range(rounds + 1):
         for contender in contenders if number % 2 == 0 else contenders[::-1]:
             contender.before()
             begin = time.perf_counter()
             contender.run()
-            contender.seconds.append(time.perf_counter() - begin)
+            if number:
+                contender.seconds.append(time.perf_counter() - begin)
             contender.after()
 
 
@@ -317,8 +318,8 @@ def main(
         results, tables, missed = [], [], []
         matches = (
             ("Save, to the disk", savers),
-            ("Load, cold page cache", loaders),
             ("Background save, until training goes on", blockers),
+            ("Load, cold page cache", loaders),  # the last one, as it overwrites the state
         )
         for title, make in matches:
             contenders = make(target, state)

@@ -140,14 +140,18 @@ def measure(
     limit, measured = int(MEMORY_SHARE * total_bytes()), workload.steps_of_round(steps)
     with console.status("starting") as status:
         for shape in shapes:
-            for group in split_to_fit(matches, shape, limit, workload):
+            groups = split_to_fit(matches, shape, limit, workload)
+            for group in groups:
                 keys = contenders_of(group)
                 try:
                     records = run_in_turn(
                         keys, shape.name, rounds, measured, warm_up, status.update, workload=workload
                     )
                 except (TeamFailure, MemoryError) as failure:
-                    failures.append(f"{shape.name}, {' / '.join(keys)}: {failure}")
+                    if len(group) > 1:  # a contender that fails costs its own comparisons only
+                        groups += [[match] for match in group]
+                    else:
+                        failures.append(f"{shape.name}, {' / '.join(keys)}: {failure}")
                     continue
                 runs.append(
                     {

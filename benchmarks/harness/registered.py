@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_SOURCES = ("zero_ext", "csrc", "examples/demo", "benchmarks/harness")
+SHARED_SOURCES = ("zero_ext", "csrc", "examples/demo", "examples/demo_3d", "benchmarks/harness")
 PEERS = "benchmarks/peers"
 _MODULE = re.compile(r'from benchmarks\.([\w.]+) import|"benchmarks\.([\w.]+)"|"(\w+)\.py"')
 

@@ -8,11 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from benchmarks import step
 from benchmarks.harness import duel
 from benchmarks.harness.duel import Record
-from benchmarks.harness.matches import LONG_STEP_BARS, expected_bytes, split_to_fit, step_matches
+from benchmarks.harness.matches import (
+    LONG_STEP_BARS,
+    STEP_MATCHES,
+    expected_bytes,
+    select,
+    split_to_fit,
+    step_matches,
+)
+from benchmarks.harness.ranks import TeamFailure
 from benchmarks.harness.shapes import SHAPES, batch_for, build_model
 from benchmarks.harness.worker import Rank
 from benchmarks.harness.workload import ACCUMULATING, DEFAULT_WORKLOAD, Workload
@@ -193,6 +202,19 @@ def test_the_program_measures_its_workload(concluded: Concluded, monkeypatch: py
     assert asked == [(("stage3", "fsdp2", "stage3-gloo"), "34m", workload)]
     assert [row["met"] for row in data["comparisons"]] == ["yes", "no"] and status == 1
     assert data["workload"] == {"ranks": 2, "tokens": 1024, "accumulation": 1}
+
+
+def test_a_contender_that_fails_costs_its_own_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_in_turn(keys: Any, *_: Any, **__: Any) -> dict[str, Record]:
+        if "stage3-gloo" in keys:
+            raise TeamFailure("no gloo")
+        return {key: Record([1.0], [2.0], [1.0]) for key in keys}
+
+    monkeypatch.setattr(step, "run_in_turn", run_in_turn)
+    matches = select(STEP_MATCHES, ["stage3", "stage3-gloo", "fsdp2"])
+    _, rows, failures = step.measure([TINY], matches, 1, 1, 1, Console())
+    assert [(row["subject"], row["peer"]) for row in rows] == [("stage3", "fsdp2")]
+    assert failures == ["tiny, stage3-gloo / fsdp2: no gloo"]
 
 
 def test_teams_have_the_ranks_and_sizes_of_the_workload(monkeypatch: pytest.MonkeyPatch) -> None:
