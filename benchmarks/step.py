@@ -12,7 +12,14 @@ from rich.console import Console
 
 from benchmarks.harness.duel import Record, run_in_turn
 from benchmarks.harness.environment import describe, total_bytes
-from benchmarks.harness.matches import Match, contenders_of, select, split_to_fit, step_matches
+from benchmarks.harness.matches import (
+    Match,
+    contenders_of,
+    select,
+    smaller_groups,
+    split_to_fit,
+    step_matches,
+)
 from benchmarks.harness.ranks import TeamFailure
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.shapes import SEQUENCE_LENGTH, Shape, shape_named
@@ -148,9 +155,9 @@ def measure(
                         keys, shape.name, rounds, measured, warm_up, status.update, workload=workload
                     )
                 except (TeamFailure, MemoryError) as failure:
-                    if len(group) > 1:  # a contender that fails costs its own comparisons only
-                        groups += [[match] for match in group]
-                    else:
+                    smaller = smaller_groups(group)
+                    groups += smaller  # a contender that fails costs its own comparisons only
+                    if not smaller:
                         failures.append(f"{shape.name}, {' / '.join(keys)}: {failure}")
                     continue
                 runs.append(

@@ -15,9 +15,14 @@ Tensors = dict[str, Tensor]
 Access = Callable[[Path, Tensors], None]
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return a file, or all files of a folder."""
+    return [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or all files of a folder, are on the disk."""
-    for file in (each for each in path.rglob("*") if each.is_file()) if path.is_dir() else (path,):
+    for file in files_of(path):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
 

@@ -132,11 +132,14 @@ def split_to_fit(
 ) -> list[list[Match]]:
     """The matches in groups that are timed together: those with a peer in common, so that it is timed once.
 
-    Where the ranks of a group do not fit in `limit_bytes`, each of its matches is a group, or each pair.
+    Groups whose ranks do not fit in `limit_bytes` are divided, see `smaller_groups`.
     """
 
-    def fits(group: list[Match]) -> bool:
-        return expected_bytes(contenders_of(group), shape, workload) <= limit_bytes
+    def fitting(group: list[Match]) -> list[list[Match]]:
+        smaller = smaller_groups(group)
+        if not smaller or expected_bytes(contenders_of(group), shape, workload) <= limit_bytes:
+            return [group]
+        return [each for one in smaller for each in fitting(one)]
 
     groups: list[list[Match]] = []
     for match in matches:
@@ -145,12 +148,15 @@ def split_to_fit(
             known[0].append(match)
         else:
             groups.append([match])
-    found: list[list[Match]] = []
-    for group in groups:
-        for smaller in [group] if fits(group) else [[match] for match in group]:
-            pairs = [[replace(match, bars=(bar,))] for match in smaller for bar in match.bars]
-            found += [smaller] if fits(smaller) or not pairs else pairs
-    return found
+    return [each for group in groups for each in fitting(group)]
+
+
+def smaller_groups(group: Sequence[Match]) -> list[list[Match]]:
+    """Each match by itself, of a single one each pair of its subject and a peer; none of a pair."""
+    if len(group) > 1:
+        return [[match] for match in group]
+    pairs = [[replace(group[0], bars=(bar,))] for bar in group[0].bars]
+    return pairs if len(pairs) > 1 else []
 
 
 def order_of_round(keys: Sequence[str], round_number: int) -> list[str]:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ def compile_for(keys: Iterable[str], console: Console) -> None:
             compile_operators()
 
 
+@cache
 def compile_operators() -> None:
     """Build DeepSpeed's just-in-time CPU operators in a child process (minutes the first time, then cached).
 

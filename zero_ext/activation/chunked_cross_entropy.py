@@ -424,11 +424,9 @@ def _joined(blocks: _Blocks, dtype: torch.dtype, scale: Tensor | None = None) ->
         found = blocks.pop()
         return found if scale is None else _scale_into(found, found, scale)
     found = blocks[0].new_empty(sum(map(len, blocks)), *blocks[0].shape[1:], dtype=dtype)
-    stop = len(found)
+    targets = list(found.split([len(block) for block in blocks]))
     while blocks:
-        block = blocks.pop()
-        target = found[stop - len(block) : stop]
-        stop -= len(block)
+        target, block = targets.pop(), blocks.pop()
         target.copy_(block) if scale is None else _scale_into(target, block, scale)
     return found
 
