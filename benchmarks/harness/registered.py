@@ -7,11 +7,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_SOURCES = ("zero_ext", "csrc", "examples/demo", "examples/demo_3d", "benchmarks/harness")
 PEERS = "benchmarks/peers"
+TUNED_SETTINGS = f"{PEERS}/tuned_settings"
 _MODULE = re.compile(r'from benchmarks\.([\w.]+) import|"benchmarks\.([\w.]+)"|"(\w+)\.py"')
 
 
@@ -47,7 +49,8 @@ class Run:
     def sources(self) -> list[str]:
         """Files and folders under ROOT whose changes make the result outdated: the package, what all
         benchmarks share, the script and other scripts that it imports or starts, and the peers if one of
-        these needs them."""
+        these needs them, with the settings that they have on the models of `--models` alone. Paths are those
+        of Git, which excludes some by a prefix."""
         found, peers = [f"benchmarks/{self.module}.py"], False
         for path in found:
             names = {"".join(groups) for groups in _MODULE.findall((ROOT / path).read_text())} - {"runs"}
@@ -55,7 +58,12 @@ class Run:
             scripts = {f"benchmarks/{name.replace('.', '/')}.py" for name in names}
             found += sorted(each for each in scripts - set(found) if (ROOT / each).exists())
         scripts = {path for path in found if Path(path).parent == Path("benchmarks")}
-        return [*SHARED_SOURCES, *([PEERS] if peers else []), *sorted(scripts)]
+        return [*SHARED_SOURCES, *([PEERS, *self._other_settings()] if peers else []), *sorted(scripts)]
+
+    def _other_settings(self) -> list[str]:
+        models = dict(pairwise(self.arguments)).get("--models", "").split(",")
+        files = sorted((ROOT / TUNED_SETTINGS).glob("*.json"))
+        return [f":(exclude){TUNED_SETTINGS}/{file.name}" for file in files if file.stem not in models]
 
 
 def run_of_command(runs: Sequence[Run], argv: Sequence[str]) -> Run | None:

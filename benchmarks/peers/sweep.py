@@ -3,7 +3,7 @@
 All peers have the same budget: settings tried, rounds and steps. Knob by knob, each setting runs in turn
 with the best one so far and replaces it if it is faster by the median and trains alike. At the end the best
 one runs in turn with the defaults and has to be faster again. The choice and all trials are written to
-`benchmarks/peers/tuned_settings.json`, which contenders read.
+`benchmarks/peers/tuned_settings`, which contenders read.
 
 Run from the repository root: python -m benchmarks.peers.sweep [--models 34m] [--only ddp,fsdp2]
 """
@@ -157,7 +157,9 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each comparison.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a side in a round.")] = 3,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each side before the first round.")] = 3,
-    output: Annotated[Path, typer.Option(help="File of choices and trials.")] = tuned_settings.FILE,
+    output: Annotated[
+        Path, typer.Option(help="Folder of choices and trials, a file per model.")
+    ] = tuned_settings.FOLDER,
 ) -> None:
     """Find the best settings of each peer and record them, after each peer."""
     console, budget, failures = terminal(), Budget(settings, rounds, steps, warm_up), []

@@ -1,4 +1,4 @@
-"""The settings that a sweep found best for each peer and model, as contenders use them."""
+"""The settings that a sweep found best for each peer and model, as contenders use them: a file per model."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 Settings = dict[str, Any]
 
-FILE = Path(__file__).with_name("tuned_settings.json")
+FOLDER = Path(__file__).with_name("tuned_settings")
 # Families with knobs, and the package of each. What was best in one version may not be in another.
 PACKAGES = {
     "ddp": "torch",
@@ -34,25 +34,25 @@ def package_version(family: str) -> str:
         return "not installed"
 
 
-def read(file: Path = FILE) -> dict[str, Any]:
-    """All sweeps by model and key; none without a file."""
+def read(model: str, folder: Path) -> dict[str, Any]:
+    """All sweeps on a model by key; none without a file."""
+    file = folder / f"{model}.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def record(model: str, key: str, sweep: dict[str, Any], file: Path = FILE) -> None:
-    """Replace the sweep of one contender on one model in the file."""
-    found = read(file)
-    found.setdefault(model, {})[key] = sweep
-    ordered = {name: dict(sorted(found[name].items())) for name in sorted(found)}
-    file.write_text(json.dumps(ordered, indent=1) + "\n")
+def record(model: str, key: str, sweep: dict[str, Any], folder: Path) -> None:
+    """Replace the sweep of one contender in the file of the model."""
+    found = {**read(model, folder), key: sweep}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{model}.json").write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
 
 
-def settings_of(key: str, family: str, model: str | None, file: Path | None = None) -> Settings | None:
+def settings_of(key: str, family: str, model: str | None) -> Settings | None:
     """The best settings of a contender on a model, empty where its defaults were best.
 
     None if no sweep of this model was recorded with the installed version of the peer.
     """
-    sweep = read(file or FILE).get(model, {}).get(SETTINGS_OF.get(key, key))
+    sweep = read(model, FOLDER).get(SETTINGS_OF.get(key, key)) if model else None
     if sweep is None or sweep["version"] != package_version(family):
         return None
     return sweep["settings"]

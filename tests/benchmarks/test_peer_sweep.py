@@ -155,10 +155,10 @@ def test_every_peer_that_is_compared_is_swept_or_has_the_settings_of_one() -> No
 
 
 @pytest.fixture
-def settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    file = tmp_path / "tuned_settings.json"
-    monkeypatch.setattr(tuned_settings, "FILE", file)
-    return file
+def settings_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "tuned_settings"
+    monkeypatch.setattr(tuned_settings, "FOLDER", folder)
+    return folder
 
 
 def swept(key: str, settings: dict[str, Any], version: str | None = None) -> dict[str, Any]:
@@ -166,12 +166,12 @@ def swept(key: str, settings: dict[str, Any], version: str | None = None) -> dic
     return {"settings": settings, "version": version or own}
 
 
-def test_contenders_have_the_settings_of_their_model(settings_file: Path) -> None:
+def test_contenders_have_the_settings_of_their_model(settings_folder: Path) -> None:
     settings = {"zero_optimization.overlap_comm": True}
-    tuned_settings.record("34m", "deepspeed2", swept("deepspeed2", settings), settings_file)
-    tuned_settings.record("34m", "ddp", swept("ddp", {}), settings_file)
-    tuned_settings.record("34m", "fsdp2", swept("fsdp2", {"forward_prefetch": 1}, "0.1"), settings_file)
-    assert list(json.loads(settings_file.read_text())["34m"]) == ["ddp", "deepspeed2", "fsdp2"]
+    tuned_settings.record("34m", "deepspeed2", swept("deepspeed2", settings), settings_folder)
+    tuned_settings.record("34m", "ddp", swept("ddp", {}), settings_folder)
+    tuned_settings.record("34m", "fsdp2", swept("fsdp2", {"forward_prefetch": 1}, "0.1"), settings_folder)
+    assert list(json.loads((settings_folder / "34m.json").read_text())) == ["ddp", "deepspeed2", "fsdp2"]
     tuned = contender_named("deepspeed2", "34m")
     assert tuned.options == {"stage": 2, "settings": settings} and tuned.title == "DeepSpeed 2"
     assert contender_named("deepspeed2-muon", "34m").options["settings"] == settings
@@ -191,7 +191,7 @@ def test_contenders_have_the_settings_of_their_model(settings_file: Path) -> Non
 def test_the_command_records_choice_and_trials(
     default_runs: bool,
     status: int,
-    settings_file: Path,
+    settings_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -203,16 +203,16 @@ def test_the_command_records_choice_and_trials(
     monkeypatch.setattr(sweep, "run_in_turn", pretended(seconds, lambda _: [1.0], []))
     ended = 0
     try:
-        sweep.main("tiny", "ddp", 24, 1, 1, 1, settings_file)
+        sweep.main("tiny", "ddp", 24, 1, 1, 1, settings_folder)
     except typer.Exit as exit_:
         ended = exit_.exit_code
     assert ended == status and ("FAILED" in capsys.readouterr().out) == bool(status)
     if default_runs:
-        recorded = json.loads(settings_file.read_text())["tiny"]["ddp"]
+        recorded = json.loads((settings_folder / "tiny.json").read_text())["ddp"]
         assert recorded["settings"] == {"bucket_cap_mb": 100} and len(recorded["trials"]) == 6
         assert contender_named("ddp", "tiny").options == {"settings": {"bucket_cap_mb": 100}}
     with pytest.raises(typer.BadParameter, match="own"):
-        sweep.main("tiny", "stage3", 24, 1, 1, 1, settings_file)
+        sweep.main("tiny", "stage3", 24, 1, 1, 1, settings_folder)
 
 
 def test_settings_of_a_path_are_set_in_their_section() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import memory, offload, step
-from benchmarks.harness import recorded, report
+from benchmarks.harness import recorded, registered, report
 from benchmarks.harness.environment import Start
 from benchmarks.harness.matches import Match
 from benchmarks.harness.registered import PEERS, ROOT, SHARED_SOURCES, Run, run_of_command
@@ -106,6 +106,42 @@ def test_sources_are_the_package_and_the_scripts_that_run() -> None:
     offload = Run("", "offload").sources()
     assert {PEERS, "benchmarks/offload.py", "benchmarks/memory.py", "benchmarks/step.py"} <= set(offload)
     assert "benchmarks/tuned_script.py" in Run("", "tune").sources()
+
+
+def test_settings_of_peers_count_for_runs_on_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registered, "ROOT", tmp_path)
+    folder = tmp_path / registered.TUNED_SETTINGS
+    folder.mkdir(parents=True)
+    for name in ("step", "bloom"):
+        (tmp_path / f"benchmarks/{name}.py").write_text("from benchmarks.peers import contender_named")
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull}
+
+    def git(*arguments: str) -> str:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.check_output(
+            ["git", *author, *arguments], cwd=tmp_path, env=environment, text=True
+        ).strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "1")
+    (folder / "34m.json").write_text("{}")
+    git("add", ".")
+    arguments = {"34m": ("--models", "34m"), "both": ("--models", "34m,239m"), "239m": ("--models", "239m")}
+    runs = {name: Run(name, "step", each) for name, each in arguments.items()} | {"": Run("", "bloom")}
+    differs = {
+        name: f"{registered.TUNED_SETTINGS}/34m.json"
+        in git("diff", "--name-only", "HEAD", "--", *run.sources()).splitlines()
+        for name, run in runs.items()
+    }
+    assert differs == {"34m": True, "both": True, "239m": False, "": False}
+
+
+def test_runs_of_tuned_peers_name_their_models() -> None:
+    tuned = [run for run in RUNS if {"benchmarks/step.py", "benchmarks/memory.py"} & set(run.sources())]
+    assert {"step", "memory", "offload", "muon", "trainer"} <= {run.module for run in tuned}
+    assert [run.name for run in tuned if "--models" not in run.arguments] == []
 
 
 @pytest.mark.parametrize(
