@@ -45,16 +45,17 @@ class Measured:
         kinds = {kind: StateField(torch.float32) for kind in MOMENTS}
         self.tiers = TierManager(policy, AioConfig(), {}, {"": kinds})
         self.numel = numel
-        extent = self.tiers.stored_state_bytes("nvme", numel)
-        self.tiers.reserve(extent)
-        self.state = NvmeState(self.tiers.stream, numel)
+        self.tiers.reserve(self.tiers.stored_state_bytes("nvme", numel))
+        state = self.tiers.allocate_optimizer_state("nvme", numel, None)
+        assert isinstance(state, NvmeState)
+        self.state, stream = state, state.stream
         self.gradient = torch.randn(numel, dtype=torch.bfloat16)
         self.params = torch.zeros(numel, dtype=torch.bfloat16)
         self.in_memory = [torch.zeros(numel) for _ in range(3)]
-        chunk = self.tiers.stream.extent_bytes(self.tiers.stream.chunk_elements)
+        chunk = stream.chunk_bytes
         self.ring = ops.host_buffer(staging_buffer_bytes // chunk * chunk).view(-1, chunk)
-        full, rest = divmod(numel, self.tiers.stream.chunk_elements)
-        self.sizes = [chunk] * full + ([self.tiers.stream.extent_bytes(rest)] if rest else [])
+        full, rest = divmod(numel, stream.chunk_elements)
+        self.sizes = [chunk] * full + ([stream.extent_bytes(rest)] if rest else [])
         self.rows = [[LEARNING_RATE, *BETAS, EPSILON, WEIGHT_DECAY, 1.0, 1.0, 0.0]]
         self.scale = torch.ones(())
 
@@ -63,7 +64,8 @@ class Measured:
         transfers = self.tiers.transfers
         gradient = MemoryShard("host", self.gradient, transfers)
         output = MemoryShard("host", self.params, transfers)
-        stream_adam([AdamWork(self.state, gradient, output, [(0, self.numel)], self.rows)], self.scale)
+        extent = self.state.extent(0, self.numel)
+        stream_adam([AdamWork(extent, gradient, output, [(0, self.numel)], self.rows)], self.scale)
 
     def transfer(self) -> None:
         """Every chunk read and written back, as many under way as the ring holds, nothing computed."""

@@ -57,7 +57,7 @@ class ParallelRank:
                 began = time.perf_counter()
                 output = made.model(0, inputs)
                 middle = time.perf_counter()
-                with engine_of(made.model).scaled_pass(reduces=False):
+                with engine_of(made.model).collector.scaled_pass(reduces=False):
                     output.sum().backward()
                 found["forward"].append(middle - began)
                 found["backward"].append(time.perf_counter() - middle)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_SOURCES = ("zero_ext", "csrc", "examples/demo", "examples/demo_3d", "benchmarks/harness")
-PEERS = "benchmarks/peers"
-TUNED_SETTINGS = f"{PEERS}/tuned_settings"
-_MODULE = re.compile(r'from benchmarks\.([\w.]+) import|"benchmarks\.([\w.]+)"|"(\w+)\.py"')
+SHARED_SOURCES = ("zero_ext", "csrc", "examples/demo", "examples/demo_3d")
+TUNED_SETTINGS = Path("benchmarks/peers/tuned_settings")
+_MODULE = re.compile(r"benchmarks(\.\w+)+")
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,34 @@ class Run:
         return [sys.executable, "-m", f"benchmarks.{self.module}", *self.arguments]
 
     def sources(self) -> list[str]:
-        """Files and folders under ROOT whose changes make the result outdated: the package, what all
-        benchmarks share, the script and other scripts that it imports or starts, and the peers if one of
-        these needs them, with the settings that they have on the models of `--models` alone. Paths are those
-        of Git, which excludes some by a prefix."""
-        found, peers = [f"benchmarks/{self.module}.py"], False
+        """Files and folders under ROOT whose changes make the result outdated: the package, the script, the
+        modules of benchmarks that it imports or starts, and theirs. Where peers have settings of a sweep,
+        those on the models of `--models`."""
+        found = [f"benchmarks/{self.module}.py"]
         for path in found:
-            names = {"".join(groups) for groups in _MODULE.findall((ROOT / path).read_text())} - {"runs"}
-            peers |= any(name.split(".")[0] == "peers" for name in names)
-            scripts = {f"benchmarks/{name.replace('.', '/')}.py" for name in names}
-            found += sorted(each for each in scripts - set(found) if (ROOT / each).exists())
-        scripts = {path for path in found if Path(path).parent == Path("benchmarks")}
-        return [*SHARED_SOURCES, *([PEERS, *self._other_settings()] if peers else []), *sorted(scripts)]
+            found += sorted(used_files(path) - set(found))
+        if TUNED_SETTINGS.with_suffix(".py").as_posix() in found:
+            models = dict(pairwise(self.arguments)).get("--models", "").split(",")
+            files = (TUNED_SETTINGS / f"{model}.json" for model in models)
+            found += [file.as_posix() for file in files if (ROOT / file).exists()]
+        return [*SHARED_SOURCES, *sorted(found)]
 
-    def _other_settings(self) -> list[str]:
-        models = dict(pairwise(self.arguments)).get("--models", "").split(",")
-        files = sorted((ROOT / TUNED_SETTINGS).glob("*.json"))
-        return [f":(exclude){TUNED_SETTINGS}/{file.name}" for file in files if file.stem not in models]
+
+@cache
+def used_files(path: str) -> set[str]:
+    """Files of benchmarks that a file imports, or names in a string as it starts them. All are relative to
+    ROOT. Packages count where something is imported from them, and the list of runs is left out."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            script = node.value.removesuffix(".py")
+            names.add(node.value if script == node.value else f"benchmarks.{script}")
+    modules = {name for name in names if _MODULE.fullmatch(name)} - {"benchmarks.runs"}
+    files = {name.replace(".", "/") for name in modules}
+    found = {f"{file}.py" for file in files} | {f"{file}/__init__.py" for file in files}
+    return {file for file in found if (ROOT / file).is_file()}
 
 
 def run_of_command(runs: Sequence[Run], argv: Sequence[str]) -> Run | None:

@@ -17,6 +17,8 @@ from benchmarks import (
     load,
     long_context,
     monitor,
+    muon_nvme,
+    overlap,
     plan,
     simulation,
     tune,
@@ -90,6 +92,20 @@ def test_compression(concluded: Concluded) -> None:
     assert {row["name"].split("_")[0] for row in rows} >= {"compress", "quantize", "requantize"}
     assert all(len(row["seconds"]) == len(row["copy_seconds"]) == 2 for row in rows)
     assert status == int(any(row["met"] is False for row in rows))
+
+
+def test_overlap(concluded: Concluded) -> None:
+    data, status = concluded(overlap.main, 2_000_000, 16, 2, 1)
+    times = data["seconds"]
+    assert {name: len(each) for name, each in times.items()} == {"stream": 2, "transfer": 2, "compute": 2}
+    assert status == int(data["ratio"]["low"] < overlap.BAR)
+
+
+def test_muon_nvme(concluded: Concluded) -> None:
+    data, status = concluded(muon_nvme.main, "tiny", 2, 1)
+    (run,) = data["runs"]
+    assert all(len(run["seconds"][name]) == 2 for name in ("device", "transfers", "nvme"))
+    assert run["read"] == run["written"] > 0 and status == int(bool(data["failures"]))
 
 
 def test_checkpoint(concluded: Concluded, tmp_path: Path) -> None:

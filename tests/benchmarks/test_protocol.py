@@ -15,7 +15,7 @@ from benchmarks import memory, offload, step
 from benchmarks.harness import recorded, registered, report
 from benchmarks.harness.environment import Start
 from benchmarks.harness.matches import Match
-from benchmarks.harness.registered import PEERS, ROOT, SHARED_SOURCES, Run, run_of_command
+from benchmarks.harness.registered import ROOT, SHARED_SOURCES, Run, run_of_command
 from benchmarks.runs import RUNS
 
 NO_BENCHMARKS = {"runs", "tuned_script"}
@@ -101,41 +101,51 @@ def test_a_command_is_a_run_only_with_exactly_its_arguments() -> None:
     assert run_of_command(RUNS, [str(ROOT / "benchmarks" / "gpu" / "step.py"), "--models", "34m"]) is None
 
 
-def test_sources_are_the_package_and_the_scripts_that_run() -> None:
-    assert Run("", "adam").sources() == [*SHARED_SOURCES, "benchmarks/adam.py"]
-    offload = Run("", "offload").sources()
-    assert {PEERS, "benchmarks/offload.py", "benchmarks/memory.py", "benchmarks/step.py"} <= set(offload)
-    assert "benchmarks/tuned_script.py" in Run("", "tune").sources()
-
-
-def test_settings_of_peers_count_for_runs_on_their_model(
+def test_sources_are_the_package_and_the_files_that_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registered, "ROOT", tmp_path)
-    folder = tmp_path / registered.TUNED_SETTINGS
-    folder.mkdir(parents=True)
-    for name in ("step", "bloom"):
-        (tmp_path / f"benchmarks/{name}.py").write_text("from benchmarks.peers import contender_named")
-    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull}
-
-    def git(*arguments: str) -> str:
-        author = ("-c", "user.name=a", "-c", "user.email=a@b")
-        return subprocess.check_output(
-            ["git", *author, *arguments], cwd=tmp_path, env=environment, text=True
-        ).strip()
-
-    git("init", "-q")
-    git("commit", "-q", "--allow-empty", "-m", "1")
-    (folder / "34m.json").write_text("{}")
-    git("add", ".")
-    arguments = {"34m": ("--models", "34m"), "both": ("--models", "34m,239m"), "239m": ("--models", "239m")}
-    runs = {name: Run(name, "step", each) for name, each in arguments.items()} | {"": Run("", "bloom")}
-    differs = {
-        name: f"{registered.TUNED_SETTINGS}/34m.json"
-        in git("diff", "--name-only", "HEAD", "--", *run.sources()).splitlines()
-        for name, run in runs.items()
+    files = {
+        "one.py": "from benchmarks.harness.timer import (\n    time_of,\n)\nfrom benchmarks.runs import RUNS",
+        "two.py": 'from benchmarks.harness import worker\nSTARTED = ["started.py", "one"]',
+        "runs.py": "RUNS = ()",
+        "started.py": "from benchmarks.peers import contender_named",
+        "harness/timer.py": "import time",
+        "harness/worker.py": 'WORKER = "benchmarks.harness.timer"',
+        "peers/__init__.py": "from benchmarks.peers.tuned_settings import settings_of",
+        "peers/tuned_settings.py": "import json",
+        "peers/idle.py": "from benchmarks import one",
+        "peers/tuned_settings/34m.json": "{}",
+        "peers/tuned_settings/239m.json": "{}",
     }
-    assert differs == {"34m": True, "both": True, "239m": False, "": False}
+    for name, text in files.items():
+        file = tmp_path / "benchmarks" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(registered, "ROOT", tmp_path)
+
+    def own(*arguments: str, module: str = "two") -> set[str]:
+        found = Run("", module, arguments).sources()
+        assert found[: len(SHARED_SOURCES)] == [*SHARED_SOURCES]
+        return {path.removeprefix("benchmarks/") for path in found[len(SHARED_SOURCES) :]}
+
+    registered.used_files.cache_clear()
+    assert own(module="one") == {"one.py", "harness/timer.py"}
+    peers = {"peers/__init__.py", "peers/tuned_settings.py"}
+    alone = {"two.py", "started.py", "harness/worker.py", "harness/timer.py", *peers}
+    assert own() == alone
+    assert own("--models", "34m") == {*alone, "peers/tuned_settings/34m.json"}
+    assert own("--models", "34m,tiny,239m") == alone | {name for name in files if name.endswith(".json")}
+    registered.used_files.cache_clear()
+
+
+def test_sources_of_real_runs() -> None:
+    runs = {run.name: set(run.sources()) for run in RUNS}
+    assert "benchmarks/tuned_script.py" in runs["tune"] and "benchmarks/harness/ranks.py" not in runs["adam"]
+    steps = {
+        f"benchmarks/{name}.py" for name in ("step", "harness/worker", "peers/fsdp2", "peers/deepspeed_zero")
+    }
+    assert steps <= runs["step-34m"] and steps <= runs["offload"]
+    assert "benchmarks/peers/tuned_settings/34m.json" in runs["step-34m"] - runs["step-239m"]
 
 
 def test_runs_of_tuned_peers_name_their_models() -> None:
