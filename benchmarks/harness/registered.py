@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_SOURCES = ("zero_ext", "csrc", "examples/demo", "examples/demo_3d")
 TUNED_SETTINGS = Path("benchmarks/peers/tuned_settings")
+# They decide what is recorded and read it again. No figure depends on them.
+RECORDING = {f"benchmarks.{name}" for name in ("runs", "harness.registered", "harness.recorded")}
 _MODULE = re.compile(r"benchmarks(\.\w+)+")
 
 
@@ -64,7 +66,7 @@ class Run:
 @cache
 def used_files(path: str) -> set[str]:
     """Files of benchmarks that a file imports, or names in a string as it starts them. All are relative to
-    ROOT. Packages count where something is imported from them, and the list of runs is left out."""
+    ROOT. Packages count where something is imported from them, and RECORDING is left out."""
     names: set[str] = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -72,7 +74,7 @@ def used_files(path: str) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             script = node.value.removesuffix(".py")
             names.add(node.value if script == node.value else f"benchmarks.{script}")
-    modules = {name for name in names if _MODULE.fullmatch(name)} - {"benchmarks.runs"}
+    modules = {name for name in names if _MODULE.fullmatch(name)} - RECORDING
     files = {name.replace(".", "/") for name in modules}
     found = {f"{file}.py" for file in files} | {f"{file}/__init__.py" for file in files}
     return {file for file in found if (ROOT / file).is_file()}
