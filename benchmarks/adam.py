@@ -137,8 +137,9 @@ def bitsandbytes_adamw(weight: Tensor) -> torch.optim.Optimizer:
 
 def torch_fused(weight: Tensor) -> torch.optim.Optimizer:
     """torch's fused AdamW with a state of its own."""
-    options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-    optimizer = torch.optim.AdamW([weight], fused=True, **options)
+    optimizer = torch.optim.AdamW(
+        [weight], fused=True, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
+    )
     optimizer.state[weight].update(moments_of(weight), step=torch.tensor(0.0))
     return optimizer
 

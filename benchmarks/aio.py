@@ -255,7 +255,7 @@ def judge_storages(storages: Sequence[Passes], nbytes: int) -> tuple[Table, list
     )
     columns = ["", "set-up s", "GB/s", "CPU s/GB", "p99, ms", "arena: GB/s", "CPU", "p99", "no worse"]
     table = Table(f"Where tensors lie: {moved / 1e9:.2f} GB", columns, note=note)
-    figures = []
+    figures: list[dict[str, Any]] = []
     ours = storages[0]
     for name, _ in PASSES:
         for passes in storages:

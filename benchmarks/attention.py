@@ -100,12 +100,14 @@ class Inputs:
         return cls([(factor * each).requires_grad_() for each in rows[:3]], rows[3])
 
     def sparse(self, layout: Layout) -> Tensor:
+        query, key, value = self.rows
         return ops.block_sparse_attention(
-            *self.rows, *layout.tensors, block=layout.block, causal=layout.causal
+            query, key, value, *layout.tensors, block=layout.block, causal=layout.causal
         )
 
     def torchs(self, causal: bool) -> Tensor:
-        return scaled_dot_product_attention(*self.rows, is_causal=causal)
+        query, key, value = self.rows
+        return scaled_dot_product_attention(query, key, value, is_causal=causal)
 
     def backward(self, output: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(output, self.rows, self.grad_output))
@@ -392,8 +394,11 @@ def errors_of(inputs: Inputs, layout: Layout, sparse: bool) -> tuple[list[float]
     """Root mean square errors of output and gradients against float64: ours, torch's."""
     seen = seen_by(layout)
     exact = exact_results(inputs, seen)
+    query, key, value = inputs.rows
     torchs = (
-        scaled_dot_product_attention(*inputs.rows, attn_mask=seen) if sparse else inputs.torchs(layout.causal)
+        scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        if sparse
+        else inputs.torchs(layout.causal)
     )
 
     def errors(output: Tensor) -> list[float]:
@@ -450,7 +455,8 @@ def main(
     }
     if flex:
         sections["flex"] = lambda: against_flex(setting, compared)
-    tables, data = [], {"environment": describe(), "instruction_set": ops.get_isa()}
+    tables = []
+    data: dict[str, Any] = {"environment": describe(), "instruction_set": ops.get_isa()}
     for name, section in sections.items():
         console.print(f"measuring {name}")
         table, data[name] = section()

@@ -6,6 +6,7 @@ Run from the repository root: python -m benchmarks.compression [--millions 64] [
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Annotated, Any
 
@@ -75,12 +76,12 @@ def sign_cases(count: int, senders: int, memory: Buffers) -> Iterator[Case]:
         values, out = memory.values[dtype], memory.out[dtype]
         yield Case(
             f"compress_1bit_, {name}",
-            lambda values=values: ops.compress_1bit_(message, errors, values, 1.0, 1),
+            partial(ops.compress_1bit_, message, errors, values, 1.0, 1),
             values.nbytes + 2 * errors.nbytes + size,
         )
         yield Case(
             f"decompress_1bit_, {name}",
-            lambda out=out: ops.decompress_1bit_(out, message, 1.0, False, 1),
+            partial(ops.decompress_1bit_, out, message, 1.0, False, 1),
             out.nbytes + size,
         )
     received = memory.messages[: senders * size]
@@ -106,12 +107,12 @@ def block_cases(name: str, count: int, senders: int, memory: Buffers) -> Iterato
         values, out = memory.values[dtype], memory.out[dtype]
         yield Case(
             f"quantize_ {name}, {title}",
-            lambda values=values: ops.quantize_(message, values, format, 1),
+            partial(ops.quantize_, message, values, format, 1),
             values.nbytes + message.nbytes,
         )
         yield Case(
             f"dequantize_ {name}, {title}",
-            lambda out=out: ops.dequantize_(out, message, format, 1),
+            partial(ops.dequantize_, out, message, format, 1),
             out.nbytes + message.nbytes,
         )
     each = count // senders

@@ -7,7 +7,9 @@ Run from the repository root: python -m benchmarks.load [--models bloom-560m,mix
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,14 +45,11 @@ def bar_of(found: dict[str, Any], ranks: int) -> tuple[int, bool]:
 
 def table_of(found: dict[str, Any], model: str, dtype: str, ranks: int) -> Table:
     """Worst rank of each figure, and the bar."""
-    worst = {
-        name: max(found["shards"], key=lambda each, name=name: each[name])
-        for name in ("peak", "prepared", "seconds")
-    }
+    worst = {name: max(found["shards"], key=itemgetter(name)) for name in ("peak", "prepared", "seconds")}
     bar, met = bar_of(found, ranks)
     above = "a layer's experts" if found["shards"][0]["experts"] else "the largest tensor"
     peak, full = worst["peak"]["peak"], max(each["peak"] for each in found["full"])
-    rows = [
+    rows: list[Sequence[str]] = [
         (f"one shard and {above} (the bar)", megabytes(bar), ""),
         ("zero_ext, shards loaded", megabytes(peak), f"{worst['seconds']['seconds']:.1f}"),
         ("zero_ext, and prepared: gather buffers too", megabytes(worst["prepared"]["prepared"]), ""),

@@ -132,7 +132,8 @@ def attention_duel(tokens: int, lengths: Sequence[int], dtype: torch.dtype) -> D
     def alone() -> float:
         found = 0.0
         for document in separate:
-            total = F.scaled_dot_product_attention(*document, is_causal=True).float().square().sum()
+            query, key, value = document
+            total = F.scaled_dot_product_attention(query, key, value, is_causal=True).float().square().sum()
             torch.autograd.grad(total, document)
             found += total.item()
         return found

@@ -96,8 +96,9 @@ class EightBit:
     def step(self) -> None:
         """bf16 gradients in, bf16 parameters out."""
         shard = self._shard
+        exp_avg, exp_avg_sq = self._moments
         arguments = (self._grad, self._param, shard.segments, shard.hyper, shard.scale)
-        ops.adam_step_8bit_(shard.master, *self._moments, *arguments)
+        ops.adam_step_8bit_(shard.master, exp_avg, exp_avg_sq, *arguments)
 
 
 def agreement(device: torch.device, count: int = 100_003) -> float:

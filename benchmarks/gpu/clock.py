@@ -64,7 +64,7 @@ class Clock:
         longest, number = 0.0, 0
         while number < MOST_ROUNDS and (number < LEAST_ROUNDS or budget.left() > longest):
             before = budget.left()
-            names = list(contenders) if number % 2 == 0 else list(reversed(contenders))
+            names = list(contenders)[:: 1 if number % 2 == 0 else -1]
             for name in names:
                 found[name].append(measure(contenders[name]))
             longest, number = max(longest, before - budget.left()), number + 1

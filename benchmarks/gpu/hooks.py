@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.result import Bar, Result
-from benchmarks.gpu.trainers import Plain, ZeroExt
+from benchmarks.gpu.trainers import Loop, Plain, ZeroExt
 
 MOST_OVERHEAD = 1.02
 NOTE = (
@@ -17,7 +17,7 @@ NOTE = (
 )
 
 
-def passes(trainer: Plain | ZeroExt, ids: torch.Tensor) -> Callable[[], None]:
+def passes(trainer: Loop, ids: torch.Tensor) -> Callable[[], None]:
     """Forward and backward of `trainer`, whose gradients then go."""
 
     def once() -> None:

@@ -111,7 +111,11 @@ def predicted(placement: Placement, shape: GPTShape) -> Placement:
     activations, logits = activation_bytes(shape)
     bytes_of["device"] += activations + logits
     return replace(
-        placement, activations=activations, **{name: int(value) for name, value in bytes_of.items()}
+        placement,
+        device=int(bytes_of["device"]),
+        host=int(bytes_of["host"]),
+        nvme=int(bytes_of["nvme"]),
+        activations=activations,
     )
 
 

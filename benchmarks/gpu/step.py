@@ -31,7 +31,6 @@ from benchmarks.peers.base import nvme_folder
 
 BATCH = 8
 STATE_BYTES = 12  # a parameter, on NVMe
-HOST = {"optimizer": "host", "grads": "host"}
 # Shares of the time that is there when each part begins.
 SHARE_OF_HOOKS, SHARE_OF_STEPS = 0.25, 0.5
 NVME_STEPS, SECONDS_TO_PREPARE, PROBE_BYTES = 2, 10.0, 2**28
@@ -94,7 +93,7 @@ def in_memory(shape: GPTShape, device: torch.device) -> ZeroExt:
 
 def on_host(shape: GPTShape, device: torch.device) -> ZeroExt:
     """ZeRO-Offload's placement."""
-    return ZeroExt(shape, device, **HOST)
+    return ZeroExt(shape, device, optimizer="host", grads="host")
 
 
 def on_nvme(shape: GPTShape, device: torch.device) -> ZeroExt:

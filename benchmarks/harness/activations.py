@@ -30,7 +30,7 @@ def activation_bytes(shape: LlamaShape, length: int = SEQUENCE_LENGTH) -> int:
     def note(module: nn.Module, arguments: object, output: object) -> None:
         after_layer.append(resident_bytes())
 
-    for layer in model.model.layers:
+    for layer in model.get_submodule("model.layers").children():
         layer.register_forward_hook(note)
     tokens = torch.zeros(BATCH_SIZE, length, dtype=torch.int64)
     return_free_pages()

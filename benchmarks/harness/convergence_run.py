@@ -88,9 +88,10 @@ def advance(record: Record, root: Path, deadline: float, publish: Callable[[Reco
     folder = record.folder(root) / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"what": record.what, "mode": record.mode, "seed": record.seed, "dtype": record.dtype}
+    fresh = Record(record.what, record.mode, record.seed, record.dtype, record.steps)
     with Team(f"{record.mode}, seed {record.seed}", RANKS, 1, worker=WORKER) as team:
         stored = team.ask("start", **settings, steps=record.steps, text=str(root), folder=str(folder))[0]
-        record = Record(**stored) if stored else Record(**settings, steps=record.steps)
+        record = Record(**stored) if stored else fresh
         unsaved = 0
         for target in [target for target in evaluation_steps(record.steps) if target > record.done]:
             _append(record, target, team.ask("train", until=target), team.ask("held_out")[0])

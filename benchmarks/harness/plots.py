@@ -81,17 +81,17 @@ def plot_rank_costs(curve: Sequence[dict[str, Any]], path: Path) -> Path:
     keys_of = {name: keys for name, keys, *_ in COSTS}
     markers = "osv^D<>phX*P"
     for number, found in enumerate(growth(curve)):
-        points = [(each["ranks"], value(each, keys_of[found.cost])) for each in simulated]
-        points = [(ranks, measured) for ranks, measured in points if measured]
+        keys = keys_of[found.cost]
+        points = [(each["ranks"], cost) for each in simulated if (cost := value(each, keys))]
         base, color = points[0][1], f"C{number % 10}"
         label = f"{found.cost}: slope {found.slope:+.2f}"
-        xs, ys = zip(*((ranks, measured / base) for ranks, measured in points), strict=True)
+        xs, ys = zip(*((ranks, cost / base) for ranks, cost in points), strict=True)
         marker = markers[number % len(markers)]
         axes.plot(xs, ys, marker=marker, color=color, label=label)
+        processes = [each for each in curve if not each["is_simulated"]]
         real = [
-            (each["ranks"], value(each, keys_of[found.cost])) for each in curve if not each["is_simulated"]
+            (each["ranks"], cost / base) for each in processes if (cost := value(each, keys)) and cost > 0
         ]
-        real = [(ranks, measured / base) for ranks, measured in real if measured and measured > 0]
         if real:
             axes.scatter(*zip(*real, strict=True), marker=marker, facecolors="none", edgecolors=color)
     axes.set_xscale("log", base=2)

@@ -48,7 +48,7 @@ class LlamaShape:
             max_position_embeddings=2048,
             tie_word_embeddings=False,
             use_cache=False,
-            attn_implementation="sdpa",  # type: ignore[call-arg]
+            attn_implementation="sdpa",
         )
 
 

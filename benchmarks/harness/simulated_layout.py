@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,7 @@ def simulate(name: str, lengths: list[int], zero: int, micro_batches: int, stage
     config["batch"] = {"gradient_accumulation_steps": micro_batches}
     optimizer = torch.optim.AdamW(module.parameters())
     prepared, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh, init="skip")
+    grad_reduction: Literal["per_step", "per_micro_batch"]
     grad_reduction = "per_micro_batch" if layout.reduces_each else "per_step"
     pipeline = Pipeline(prepared, optimizer, micro_batches=micro_batches, grad_reduction=grad_reduction)
     runner: Any = pipeline._runner

@@ -138,7 +138,7 @@ class Rank:
 
     def close(self) -> None:
         """Let go of what a contender keeps outside memory."""
-        if hasattr(self.trainer, "close"):
+        if self.trainer is not None and hasattr(self.trainer, "close"):
             self.trainer.close()
 
     def _trainer(self) -> Trainer:

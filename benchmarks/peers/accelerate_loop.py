@@ -4,9 +4,8 @@ import torch
 
 from benchmarks.harness.shapes import Shape, build_model
 from benchmarks.peers.base import adamw, loss_of
-from benchmarks.peers.zero_ext_engine import configuration
+from benchmarks.peers.zero_ext_engine import configuration, norm_of
 from zero_ext.integrations.accelerate import ZeroAccelerator
-from zero_ext.zero import engine_of
 
 
 class AccelerateTrainer:
@@ -31,4 +30,4 @@ class AccelerateTrainer:
         return loss.detach()
 
     def gradient_norm(self) -> float:
-        return float(engine_of(self._model).grad_norm)
+        return norm_of(self._model)

@@ -13,9 +13,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, training_a
 
 from benchmarks.harness.shapes import BATCH_SIZE, Shape, batch_for, build_model
 from benchmarks.peers.base import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, adamw
-from benchmarks.peers.zero_ext_engine import configuration
+from benchmarks.peers.zero_ext_engine import configuration, norm_of
 from zero_ext.integrations.transformers import ZeroTrainer
-from zero_ext.zero import engine_of
 
 STEPS = 1_000_000
 
@@ -83,7 +82,7 @@ class HuggingFaceTrainer:
         return loss
 
     def gradient_norm(self) -> float:
-        return float(engine_of(self._trainer.model).grad_norm)
+        return norm_of(self._trainer.model)
 
     def close(self) -> None:
         """Lets the Trainer end."""

@@ -1,5 +1,7 @@
 """The plain loop: one process, bfloat16 parameters, float32 masters; and its forward and backward alone."""
 
+from typing import Any
+
 import torch
 
 from benchmarks.harness.shapes import Shape, build_model
@@ -48,9 +50,10 @@ class FrugalTrainer:
     backward if ``checkpointed``."""
 
     def __init__(self, shape: Shape, checkpointed: bool = False) -> None:
-        self.model = build_model(shape)
+        model: Any = build_model(shape)  # transformers' models have methods that a Module does not
         if checkpointed:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model: torch.nn.Module = model
         self.optimizer = FrugalMasterWeightAdamW(list(self.model.parameters()))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -179,8 +179,8 @@ def main(
                     continue
             trials_table(model, contender, trials).show(console)
             tuned_settings.record(model, contender.key, recorded(contender, trials, budget), output)
-    for failure in failures:
-        console.print(f"FAILED {failure}", highlight=False)
+    for line in failures:
+        console.print(f"FAILED {line}", highlight=False)
     if failures:
         raise typer.Exit(1)
 

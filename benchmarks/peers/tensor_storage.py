@@ -55,7 +55,7 @@ class FilePerTensor:
 @contextmanager
 def arena(folder: Path, sizes: Sequence[int], setting: Setting) -> Iterator[TensorStorage]:
     """A store in a file below `folder`, its space reserved."""
-    with NvmeStore([folder], **_options(setting), reserve_bytes=_capacity(sizes)) as store:
+    with _store(folder, setting, sizes) as store:
         yield Arena(store, sizes)
 
 
@@ -79,8 +79,7 @@ def block_device(folder: Path, sizes: Sequence[int], setting: Setting) -> Iterat
             os.posix_fallocate(file.fileno(), 0, _capacity(sizes) + (4 << 20))
         device = _losetup("--find", "--show", "--direct-io=on", str(image))
         try:
-            options = {**_options(setting), "block_devices": True, "reserve_bytes": _capacity(sizes)}
-            with NvmeStore([device], **options) as store:
+            with _store(device, setting, sizes, block_devices=True) as store:
                 yield Arena(store, sizes)
         finally:
             _losetup("--detach", device)
@@ -104,8 +103,19 @@ def _losetup(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _options(setting: Setting) -> dict[str, object]:
-    return {"stripe_bytes": 1 << 20, **vars(setting)}
+def _store(
+    path: str | Path, setting: Setting, sizes: Sequence[int], block_devices: bool = False
+) -> NvmeStore:
+    return NvmeStore(
+        [path],
+        setting.backend,
+        setting.queue_depth,
+        setting.block_bytes,
+        setting.io_threads,
+        stripe_bytes=1 << 20,
+        reserve_bytes=_capacity(sizes),
+        block_devices=block_devices,
+    )
 
 
 def _capacity(sizes: Sequence[int]) -> int:

@@ -76,7 +76,7 @@ class ZeroExtTrainer:
         del self.model, self.optimizer
 
     def gradient_norm(self) -> float:
-        return float(engine_of(self.model).grad_norm)
+        return norm_of(self.model)
 
     def gathered_bytes(self) -> int:
         """Bytes of the whole parameters that one step makes present: twice where they are sharded, else once,
@@ -91,6 +91,14 @@ class ZeroExtTrainer:
 
     def memory_breakdown(self) -> dict[str, int]:
         return dict(engine_of(self.model).memory_breakdown())
+
+
+def norm_of(model: torch.nn.Module) -> float:
+    """Global gradient norm of the last step of a prepared model, before clipping."""
+    norm = engine_of(model).grad_norm
+    if norm is None:
+        raise RuntimeError("nothing asked for the gradient norm, as without clipping")
+    return norm
 
 
 def _muon(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ import zero_ext
 from zero_ext.parallel.pipeline import Pipeline, PipelineModule, TiedLayerSpec, layer_seed
 from zero_ext.zero import engine_of
 
-from .model import apply_tensor_parallel, layers, loss, score
+from .model import Bytes, apply_tensor_parallel, layers, loss, score
 from .settings import ThreeDSettings
 
 
@@ -58,7 +58,9 @@ class OneProcess:
         hidden = windows
         for layer in self.layers:
             hidden = layer(hidden)
-        value = loss(score(self.layers[0], hidden), following)
+        embedding = self.layers[0]
+        assert isinstance(embedding, Bytes)
+        value = loss(score(embedding, hidden), following)
         value.backward()
         norm = nn.utils.clip_grad_norm_(self.layers.parameters(), self.settings.clipping)
         self.optimizer.step()
