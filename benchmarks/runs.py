@@ -2,9 +2,6 @@
 
 from benchmarks.harness.registered import Run
 
-_DIRECT_AND_GLOO = (
-    "stage1,stage2,stage3,stage1-gloo,stage2-gloo,stage3-gloo,fsdp2,deepspeed1,deepspeed2,deepspeed3"
-)
 _LLAMA_MODES = "adam,onebit_adam,zero_one_adam,zeropp"
 _BYTES_MODES = f"{_LLAMA_MODES},zero_one_adam_16"
 _MUON_MODES = "adam,adam@2,adam@4,muon,muon@2,muon@4"  # AdamW and Muon at the best of their rates
@@ -56,7 +53,6 @@ RUNS = (
     Run("compute_share", "compute_share", ("--models", "34m,239m"), minutes=10),
     Run("compute_share-34m-1024", "compute_share", ("--models", "34m", "--tokens", "1024"), minutes=6),
     Run("compute_share-239m-512", "compute_share", ("--models", "239m", "--tokens", "512"), minutes=15),
-    Run("step-34m-gloo", "step", ("--models", "34m", "--only", _DIRECT_AND_GLOO), minutes=5),
     Run("trainer", "trainer", ("--models", "34m"), minutes=9),
     Run("muon", "muon", ("--models", "34m"), minutes=6),
     Run("monitor", "monitor", minutes=5),
