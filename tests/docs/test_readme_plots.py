@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_the_first_page_names_what_the_lines_of_a_plot_are() -> None:
 def test_the_tables_of_figures_are_those_of_the_plots() -> None:
     text = (ROOT / "docs" / "reference" / "figures.md").read_text()
     ratios = {title: median for title, median, _, _ in speed_figures()}
-    rows = re.findall(r"^\| (stage \d) \| (\w+)[^|]* \| [\d.]+ \| ([\d.]+) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (stage \d) \| (\w+)[^|]* \| [^|]+ \| [^|]+ \| ([\d.]+) \|$", text, re.MULTILINE)
     shown = {f"{stage} / {peer}": float(ratio) for stage, peer, ratio in rows}
     assert shown == ratios
     peaks = {(stage, title): round(value, 1) for stage, title, value in memory_figures()}
@@ -53,3 +54,23 @@ def test_the_tables_of_figures_are_those_of_the_plots() -> None:
         own, peers = row.split(" | ")[-2:]
         found = own if title == "zero_ext" else peers[peers.index(title) :].split(",")[0]
         assert float(re.findall(r"[\d.]+(?= \||$)", found.strip())[-1]) == peaks[stage, title], (stage, title)
+
+
+def test_ratios_of_figures_are_those_of_the_result() -> None:
+    """Direct and through gloo, with their intervals."""
+    text = (ROOT / "docs" / "reference" / "figures.md").read_text()
+    compared = json.loads((ROOT / "benchmarks" / "results" / "step-34m.json").read_text())["comparisons"]
+    ratios = {
+        (row["subject"], row["peer"]): "{median:.2f} ({low:.2f}–{high:.2f})".format(**row["ratio"])
+        for row in compared
+    }
+    peers = {"FSDP2": "fsdp2", "FSDP2 without reshard": "fsdp2-keep", "DDP with fp32 masters": "ddp"}
+    peers |= {f"DeepSpeed {stage}": f"deepspeed{stage}" for stage in (1, 2, 3)}
+    pattern = r"^\| stage (\d) \| ([^|]+) \| ([\d.]+ \([^|]+\)) \| ([\d.]+ \([^|]+\)) \|"
+    rows = re.findall(pattern, text, re.MULTILINE)
+    assert len(rows) == 6
+    for stage, peer, direct, gloo in rows:
+        assert direct == ratios[f"stage{stage}", peers[peer]], (stage, peer)
+        assert gloo == ratios[f"stage{stage}-gloo", peers[peer]], (stage, peer)
+    (alone,) = re.findall(r"^\| stage 3, one rank \|[^|]+\| ([\d.]+ \([^|]+\)) \|", text, re.MULTILINE)
+    assert alone == ratios["stage3@1", "plain@1"]
