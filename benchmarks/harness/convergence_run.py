@@ -87,11 +87,12 @@ def advance(record: Record, root: Path, deadline: float, publish: Callable[[Reco
     point of the curve. Returns the record, which is in `root` as well, where a corpus must be."""
     folder = record.folder(root) / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"what": record.what, "mode": record.mode, "seed": record.seed, "dtype": record.dtype}
-    fresh = Record(record.what, record.mode, record.seed, record.dtype, record.steps)
+    settings: dict[str, Any] = {
+        name: getattr(record, name) for name in ("what", "mode", "seed", "dtype", "steps")
+    }
     with Team(f"{record.mode}, seed {record.seed}", RANKS, 1, worker=WORKER) as team:
-        stored = team.ask("start", **settings, steps=record.steps, text=str(root), folder=str(folder))[0]
-        record = Record(**stored) if stored else fresh
+        stored = team.ask("start", **settings, text=str(root), folder=str(folder))[0]
+        record = Record(**(stored or settings))
         unsaved = 0
         for target in [target for target in evaluation_steps(record.steps) if target > record.done]:
             _append(record, target, team.ask("train", until=target), team.ask("held_out")[0])

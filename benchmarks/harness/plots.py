@@ -78,6 +78,7 @@ def plot_rank_costs(curve: Sequence[dict[str, Any]], path: Path) -> Path:
 
     figure, axes = pyplot.subplots(figsize=(9.0, 5.5))
     simulated = [each for each in curve if each["is_simulated"]]
+    processes = [each for each in curve if not each["is_simulated"]]
     keys_of = {name: keys for name, keys, *_ in COSTS}
     markers = "osv^D<>phX*P"
     for number, found in enumerate(growth(curve)):
@@ -88,7 +89,6 @@ def plot_rank_costs(curve: Sequence[dict[str, Any]], path: Path) -> Path:
         xs, ys = zip(*((ranks, cost / base) for ranks, cost in points), strict=True)
         marker = markers[number % len(markers)]
         axes.plot(xs, ys, marker=marker, color=color, label=label)
-        processes = [each for each in curve if not each["is_simulated"]]
         real = [
             (each["ranks"], cost / base) for each in processes if (cost := value(each, keys)) and cost > 0
         ]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.statistics import Ratio
 from scripts.plot_readme import (
     FOLDER,
     PLOTS,
@@ -60,10 +61,7 @@ def test_ratios_of_figures_are_those_of_the_result() -> None:
     """Direct and through gloo, with their intervals."""
     text = (ROOT / "docs" / "reference" / "figures.md").read_text()
     compared = json.loads((ROOT / "benchmarks" / "results" / "step-34m.json").read_text())["comparisons"]
-    ratios = {
-        (row["subject"], row["peer"]): "{median:.2f} ({low:.2f}–{high:.2f})".format(**row["ratio"])
-        for row in compared
-    }
+    ratios = {(row["subject"], row["peer"]): Ratio(**row["ratio"]).text() for row in compared}
     peers = {"FSDP2": "fsdp2", "FSDP2 without reshard": "fsdp2-keep", "DDP with fp32 masters": "ddp"}
     peers |= {f"DeepSpeed {stage}": f"deepspeed{stage}" for stage in (1, 2, 3)}
     pattern = r"^\| stage (\d) \| ([^|]+) \| ([\d.]+ \([^|]+\)) \| ([\d.]+ \([^|]+\)) \|"
