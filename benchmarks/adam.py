@@ -230,7 +230,7 @@ def judge(all_of_them: list[Contender], rounds: int) -> tuple[Table, list[dict[s
     table = Table(
         f"AdamW step of {base.moved // 28:,} parameters, bfloat16 gradients in and parameters out",
         ("contender", "ms", "GB/s", "speed of stream", "zero_ext is faster by", "bar", "met"),
-        note=f"Medians of {rounds} rounds, all contenders in turn in each; ratios are medians of the rounds'"
+        note=f"Medians of {rounds} rounds, all contenders in turn in each. Ratios are medians of the rounds'"
         f" ratios, with their 95% interval. {torch.get_num_threads()} threads, all buffers on huge pages. "
         f"GB/s: bytes that the recipe"
         " must read and write. The stream reads and writes, in place, as many bytes as zero_ext's one pass."

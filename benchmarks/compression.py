@@ -154,10 +154,10 @@ def judge(cases: list[Case], rounds: int, senders: int) -> tuple[Table, list[dic
     table = Table(
         "Ops of compressed communication against a copy of as many bytes",
         ("op", "MB moved", "GB/s", "copy GB/s", "of the copy's rate", "bar", "met"),
-        note=f"Medians of {rounds} rounds, op and copy in turn in each; ratios are medians of the rounds'"
+        note=f"Medians of {rounds} rounds, op and copy in turn in each. Ratios are medians of the rounds'"
         f" ratios, with their 95% interval. {torch.get_num_threads()} threads (of one: its processor "
         f"seconds), all"
-        " buffers on huge pages. Bytes are those that must be read and written; the copy is torch's copy_ of"
+        " buffers on huge pages. Bytes are those that must be read and written. The copy is torch's copy_ of"
         f" half as many, which reads and writes as many. Sums are of {senders} messages.",
     )
     figures = []

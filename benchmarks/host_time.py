@@ -156,9 +156,9 @@ def main(
     }
     ratio = ratio_of_rounds(added["zero_ext"], added["fsdp2"])
     note = (
-        f"{layers} layers of 9 parameters, rank 0 of {RANKS}, collectives that return at once, one thread, "
-        f"{rounds} rounds of {passes} in turn. Added: beyond the plain model. Ratio: median of the rounds' "
-        "(95% interval)."
+        f"{layers} layers of 9 parameters, rank 0 of {RANKS}, collectives that return immediately, one "
+        f"thread, {rounds} rounds of {passes} in turn. Added: beyond the plain model. Ratio: "
+        "median of the rounds' (95% interval)."
     )
     columns = ["", "µs a layer", "added µs", "added calls"]
     table = Table("Host time of a layer, forward and backward", columns, note=note)

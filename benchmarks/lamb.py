@@ -117,7 +117,7 @@ def main(
     table = Table(
         f"LAMB step of {count:,} parameters in {layers} layers, bfloat16 gradients in and parameters out",
         ("contender", "ms", "GB/s", "zero_ext is faster by"),
-        note=f"Medians of {rounds} rounds, all contenders in turn in each; ratios are medians of the rounds'"
+        note=f"Medians of {rounds} rounds, all contenders in turn in each. Ratios are medians of the rounds'"
         f" ratios, with their 95% interval. {torch.get_num_threads()} threads, all buffers on huge pages. "
         f"GB/s: bytes that the recipe"
         " must read and write, of zero_ext once for the norms and once for the step.",
