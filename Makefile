@@ -29,7 +29,8 @@ JOBS ?= $(shell nproc)
 export PYTHONDONTWRITEBYTECODE :=
 # Ranks wait for each other much of the time, so two workers a core; each holds a pool of ranks.
 TEST_WORKERS ?= $(shell jobs=$(JOBS); echo $$((jobs < 4 ? 2 * jobs : 8)))
-PYTEST_OPTIONS := -n $(TEST_WORKERS) --dist loadscope --durations=20
+# Spinning threads of OpenMP are slow when other processes use the cores.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope --durations=20
 
 CORE_SOURCES := $(shell find csrc/core -name "*.cpp" | sort)
 OP_SOURCES := $(shell find csrc/ops -name "*.cpp" | sort)
@@ -83,7 +84,7 @@ $(INTEGRATIONS): $(EXTENSION) requirements-integrations.txt benchmarks/requireme
 test: test-cpp test-python
 
 test-python: setup
-	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+	$(PYTEST)
 
 # The pages that the program writes are looked at in a browser.
 $(BROWSER): scripts/system_packages.sh
@@ -91,7 +92,7 @@ $(BROWSER): scripts/system_packages.sh
 	touch $@
 
 test-integrations: $(INTEGRATIONS) $(BROWSER)
-	$(BIN)/python -m pytest $(PYTEST_OPTIONS) tests/integrations
+	$(PYTEST) tests/integrations
 
 # All else that the tests import is in .venv. This release needs an older hub and older tokenizers.
 $(OLDEST_TRANSFORMERS)/.stamp: $(INTEGRATIONS)
@@ -101,7 +102,7 @@ $(OLDEST_TRANSFORMERS)/.stamp: $(INTEGRATIONS)
 	touch $@
 
 test-oldest-transformers: $(OLDEST_TRANSFORMERS)/.stamp
-	PYTHONPATH=$(CURDIR)/$(OLDEST_TRANSFORMERS) $(BIN)/python -m pytest $(PYTEST_OPTIONS) $(addprefix tests/integrations/transformers/test_, \
+	PYTHONPATH=$(CURDIR)/$(OLDEST_TRANSFORMERS) $(PYTEST) $(addprefix tests/integrations/transformers/test_, \
 	  batch_size_search.py private_methods.py trainer_checkpoints.py training.py)
 
 zoo: $(INTEGRATIONS)
