@@ -13,6 +13,7 @@ from rich.console import Console
 from benchmarks.harness.duel import Record, run_in_turn
 from benchmarks.harness.environment import describe, total_bytes
 from benchmarks.harness.matches import (
+    MEMORY_SHARE,
     Match,
     contenders_of,
     select,
@@ -28,7 +29,6 @@ from benchmarks.harness.workload import DEFAULT_WORKLOAD, Workload
 from benchmarks.peers import contender_named, titles_of
 from benchmarks.peers.deepspeed_operators import compile_for
 
-MEMORY_SHARE = 0.85
 COLUMNS = ("contender", "model", "ms/step", "first loss", "last loss", "norm", "idle CPU s")
 
 

@@ -8,6 +8,8 @@ from benchmarks.harness.workload import DEFAULT_WORKLOAD, Workload
 from benchmarks.peers import contender_named
 
 LIBRARIES_BYTES = 600 * 2**20
+# Of the machine's memory, what contenders that are in memory simultaneously may need by `expected_bytes`.
+MEMORY_SHARE = 0.85
 
 
 @dataclass(frozen=True)

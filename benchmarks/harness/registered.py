@@ -13,7 +13,16 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_SOURCES = ("zero_ext", "csrc", "examples/demo", "examples/demo_3d")
+# As paths for git, with what runs on CPUs: no CUDA and no tests.
+SHARED_SOURCES = (
+    "zero_ext",
+    "csrc/core",
+    "csrc/ops",
+    "csrc/swap_storage",
+    "examples/demo",
+    "examples/demo_3d",
+    ":(exclude)*.md",
+)
 TUNED_SETTINGS = Path("benchmarks/peers/tuned_settings")
 # They decide what is recorded and read it again. No figure depends on them.
 RECORDING = {f"benchmarks.{name}" for name in ("runs", "harness.registered", "harness.recorded")}
@@ -50,9 +59,9 @@ class Run:
         return [sys.executable, "-m", f"benchmarks.{self.module}", *self.arguments]
 
     def sources(self) -> list[str]:
-        """Files and folders under ROOT whose changes make the result outdated: the package, the script, the
-        modules of benchmarks that it imports or starts, and theirs. Where peers have settings of a sweep,
-        those on the models of `--models`."""
+        """Paths under ROOT, as git reads them, whose changes make the result outdated: the package, the
+        script, the modules of benchmarks that it imports or starts, and theirs. Where peers have settings of
+        a sweep, those on the models of `--models`."""
         found = [f"benchmarks/{self.module}.py"]
         for path in found:
             found += sorted(used_files(path) - set(found))

@@ -9,7 +9,7 @@ Run from the repository root: python -m benchmarks.peers.sweep [--models 34m] [-
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from benchmarks.harness.duel import Record, run_in_turn
-from benchmarks.harness.environment import describe
+from benchmarks.harness.environment import describe, total_bytes
+from benchmarks.harness.matches import MEMORY_SHARE, expected_bytes, order_of_round
 from benchmarks.harness.ranks import TeamFailure
 from benchmarks.harness.report import Table, terminal
 from benchmarks.harness.shapes import shape_named
@@ -92,10 +93,11 @@ def sweep(contender: Contender, model: str, budget: Budget, progress: Callable[[
     def compare(knob: str, best: Settings, settings: Settings) -> Trial:
         sides = {BEST: with_settings(contender, best), CANDIDATE: with_settings(contender, settings)}
         progress(f"{model}: {contender.key}, {knob}: {_shown(settings)}")
-        turns = (budget.rounds, budget.steps, budget.warm_up)
-        return judge(knob, settings, run_in_turn(tuple(sides), model, *turns, _silent, sides))
+        return judge(knob, settings, run(sides, model, budget))
 
     run_in_turn((BEST,), model, 0, 1, 1, _silent, {BEST: with_settings(contender, {})})
+    both = 2 * expected_bytes((contender.key,), shape_named(model))
+    run = run_resident if both <= MEMORY_SHARE * total_bytes() else run_anew
     best: Settings = {}
     trials: list[Trial] = []
     for knob in knobs_of(contender):
@@ -109,6 +111,23 @@ def sweep(contender: Contender, model: str, budget: Budget, progress: Callable[[
             if trials[-1].outcome == "better":
                 best = settings
     return [*trials, compare("choice", {}, best)] if best else trials
+
+
+def run_resident(sides: dict[str, Contender], model: str, budget: Budget) -> dict[str, Record]:
+    """All rounds of sides that stay in memory simultaneously."""
+    turns = (budget.rounds, budget.steps, budget.warm_up)
+    return run_in_turn(tuple(sides), model, *turns, _silent, sides)
+
+
+def run_anew(sides: dict[str, Contender], model: str, budget: Budget) -> dict[str, Record]:
+    """All rounds of sides that need too much memory for that: each turn starts and warms up its own ranks."""
+    records = {side: Record() for side in sides}
+    for number in range(budget.rounds):
+        for side in order_of_round(tuple(sides), number):
+            turn = run_resident({side: sides[side]}, model, replace(budget, rounds=1))[side]
+            records[side].seconds += turn.seconds
+            records[side].losses += turn.losses
+    return records
 
 
 def chosen(trials: Sequence[Trial]) -> Settings:

@@ -137,6 +137,26 @@ def test_a_setting_that_fails_is_recorded_and_the_defaults_have_to_run(
         run_sweep(monkeypatch, never)
 
 
+@pytest.mark.parametrize("total_bytes", [1, 2**40])
+def test_sides_that_need_too_much_memory_start_anew_in_each_turn(
+    total_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, ...]] = []
+
+    def run(keys: tuple[str, ...], *arguments: Any) -> dict[str, Record]:
+        started.append(keys)
+        return pretended(bucket_of_100, lambda _: [2.0, 1.0], [])(keys, *arguments)
+
+    monkeypatch.setattr(sweep, "run_in_turn", run)
+    monkeypatch.setattr(sweep, "total_bytes", lambda: total_bytes)
+    trials = sweep.sweep(DDP, "tiny", BUDGET, lambda _: None)
+    assert sweep.chosen(trials) == {"bucket_cap_mb": 100}
+    assert {len(trial.seconds) for trial in trials} == {len(trial.best_seconds) for trial in trials} == {3}
+    one, other = (sweep.BEST,), (sweep.CANDIDATE,)
+    turns = [one, other, other, one, one, other] if total_bytes == 1 else [one + other]
+    assert started == [one, *turns * len(trials)]
+
+
 def test_all_peers_have_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     trials, tried = run_sweep(monkeypatch, lambda _: 1.0, budget=Budget(2, 1, 1, 1))
     assert len(trials) == len(tried) == 2
