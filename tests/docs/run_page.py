@@ -13,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"\d[\d,]*\.?\d*")
+# Against commands that hang. CPUs without instructions for bf16 need minutes where others need seconds.
+LIMIT_SECONDS = 900
 TOLERANCE = 0.05  # relative and absolute, as processors round differently
 
 
@@ -30,7 +32,7 @@ def follow(page: str, folder: Path) -> str:
         elif language == "bash":
             command = ["bash", "-euo", "pipefail", "-c", text]
             done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
             )
             assert done.returncode == 0, f"{page}: {text}{done.stdout}{done.stderr}"
             printed.append(done.stdout)
