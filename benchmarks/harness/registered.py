@@ -22,6 +22,9 @@ SHARED_SOURCES = (
     "examples/demo",
     "examples/demo_3d",
     ":(exclude)*.md",
+    # No benchmark has zero_ext read checkpoints of torch or DeepSpeed.
+    ":(exclude)zero_ext/integrations/dcp_*.py",
+    ":(exclude)zero_ext/integrations/deepspeed/checkpoint_io",
 )
 TUNED_SETTINGS = Path("benchmarks/peers/tuned_settings")
 # They decide what is recorded and read it again. No figure depends on them.

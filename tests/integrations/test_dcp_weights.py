@@ -259,6 +259,30 @@ def test_no_code_runs(tmp_path: Path) -> None:
     assert not made.exists()
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_members_of_enums(by_name: bool, tmp_path: Path) -> None:
+    """Python 3.11.0 to 3.11.3 writes them by name, other versions by value."""
+
+    def reduced(member: Any, protocol: int) -> tuple[Any, tuple[Any, ...]]:
+        return (getattr, (type(member), member.name)) if by_name else (type(member), (member.value,))
+
+    with mock.patch.object(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", reduced):
+        folder = written(tmp_path)
+    assert (b"getattr" in (folder / ".metadata").read_bytes()) == by_name
+    assert torch.equal(read_all(folder)["a"], torch.arange(12.0).view(3, 4))
+
+
+def test_attributes_of_other_classes_are_refused(tmp_path: Path) -> None:
+    class Call:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            return getattr, (Path, "cwd")
+
+    folder = written(tmp_path)
+    edited(folder, lambda table: setattr(table, "planner_data", Call()))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused: .* it calls 'pathlib.Path'"):
+        open_weights(folder, None)
+
+
 def test_names_that_grow(tmp_path: Path) -> None:
     """Each of the steps would double a name."""
     steps = b"".join(b"h" + bytes([each]) + b"h" + bytes([each]) + b"\x93\x94" for each in range(40))

@@ -39,6 +39,7 @@ _CALLED = {
     "pathlib._local.PosixPath",
     "collections.OrderedDict",
 }
+_MEMBER_OF_ENUM = "builtins.getattr"
 
 
 class DcpChunk(NamedTuple):
@@ -142,6 +143,9 @@ class _Evaluation:
             stack[-2:] = [Global(".".join(stack[-2:]))]
         elif name in ("REDUCE", "NEWOBJ"):
             function, arguments = stack[-2:]
+            if function == _MEMBER_OF_ENUM:
+                # Python 3.11.0 to 3.11.3 writes a member by its name; others call the class with its value.
+                function, *arguments = arguments
             if not isinstance(function, Global) or function not in self._called:
                 raise UnfitContent(f"it calls {brief(function)}")
             stack[-2:] = [Record(function, arguments)]

@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum as DeepSpeedStages
 from torch._tensor import _rebuild_from_type_v2
 
-from tests.integrations.deepspeed_checkpoint.forged import Forged
+from tests.integrations.deepspeed_checkpoint.forged import (
+    Forged,
+    LossScaler,
+    ZeroStageEnum,
+    deepspeed_modules,
+)
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import import_deepspeed_checkpoint
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import (
@@ -91,6 +97,27 @@ def test_a_small_file_that_expands_is_refused(tmp_path: Path, name: str) -> None
     with pytest.raises(CheckpointError, match=f"mp_rank_00_model_states.pt: refused: .*{message}"):
         import_deepspeed_checkpoint(tmp_path / "ds", tmp_path / "out", optimizer="Adam", verify=False)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_members_of_enums_by_name(tmp_path: Path, stage: int) -> None:
+    """As Python 3.11.0 to 3.11.3 writes them."""
+    name = DeepSpeedStages(stage).name
+    with deepspeed_modules():
+        torch.save({"zero_stage": Call(getattr, ZeroStageEnum, name)}, tmp_path / "states.pt")
+    assert read_pickled(tmp_path / "states.pt") == {"zero_stage": stage}
+
+
+@pytest.mark.parametrize(
+    "arguments", [(ZeroStageEnum, "mro"), (LossScaler, "weights"), (torch.Size, "numel")]
+)
+def test_attributes_of_classes_are_refused(tmp_path: Path, arguments: tuple[type, str]) -> None:
+    with deepspeed_modules():
+        torch.save({"zero_stage": Call(getattr, *arguments)}, tmp_path / "states.pt")
+    with pytest.raises(
+        CheckpointError, match=r"states.pt: refused: .*getattr for something else than a stage"
+    ):
+        read_pickled(tmp_path / "states.pt")
 
 
 def test_a_compressed_record_is_refused(tmp_path: Path) -> None:

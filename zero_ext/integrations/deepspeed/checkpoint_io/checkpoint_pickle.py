@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickletools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,12 +35,24 @@ class StubStage(int):
     """Stands for the enumeration of ZeRO stages: the number."""
 
 
-_STUBS: list[tuple[type, str]] = [
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+
+
+def _stage_by_name(kind: type, name: str) -> StubStage:
+    """Return a stage of what Python 3.11.0 to 3.11.3 writes for a member of an enumeration: the arguments of
+    ``getattr``, by whose name this is called."""
+    if kind is not StubStage or name not in _STAGES:
+        raise UnfitContent("it calls builtins.getattr for something else than a stage of ZeRO")
+    return StubStage(_STAGES.index(name))
+
+
+_STUBS: list[tuple[Callable[..., Any], str]] = [
     (StubScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (StubScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (StubFragment, "deepspeed.utils.tensor_fragment.fragment_address"),
     (StubShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
     (StubStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_stage_by_name, "builtins.getattr"),
 ]
 # What torch allows is one list for the whole process.
 _allowing = threading.Lock()
@@ -149,7 +161,8 @@ def check_opcodes(data: bytes, also_called: Iterable[str] = ()) -> None:
 
     Args:
         data: the pickle.
-        also_called: full names of classes that it may create besides those that ``torch.save`` needs.
+        also_called: full names of classes and functions that it may call besides those that ``torch.save``
+            needs.
 
     Raises:
         ValueError: it calls anything else, so a constructor could allocate any amount of memory; or loading
