@@ -25,9 +25,9 @@ POOL_SIZE = 4
 # Far more than any test takes: on a loaded machine all is slow by a multiple, and this only ends what hangs.
 LIMIT_SECONDS = 400.0
 GRACE_SECONDS = 10.0  # for the other ranks to report as well, once one has failed
-# Torch keeps the groups of every mesh for the life of the process, and gloo wakes a thread for each of them a
-# hundred times a second: in numbers they slow all that runs. Ended, they would be missed by DTensor's caches.
-MOST_GROUPS = 16
+# Torch keeps the groups of every mesh for the life of the process, each with two threads and open sockets.
+# Ended, they would be missed by DTensor's caches.
+MOST_GROUPS = 64
 # A rank that has run tests of a large library holds some 200 MB. A pool starts again within a second or two.
 MOST_RANKS = 8
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "zero_ext", "zero_ext.zero", "tests.multi.rank"]
