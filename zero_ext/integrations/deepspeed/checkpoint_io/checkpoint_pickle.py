@@ -39,8 +39,8 @@ _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
 def _stage_by_name(kind: type, name: str) -> StubStage:
-    """Return a stage of what Python 3.11.0 to 3.11.3 writes for a member of an enumeration: the arguments of
-    ``getattr``, by whose name this is called."""
+    """Return the stage that ``getattr(kind, name)`` stands for. Python 3.11.0 to 3.11.3 pickles members of
+    enumerations by name."""
     if kind is not StubStage or name not in _STAGES:
         raise UnfitContent("it calls builtins.getattr for something else than a stage of ZeRO")
     return StubStage(_STAGES.index(name))
