@@ -261,7 +261,7 @@ def test_no_code_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_members_of_enums(by_name: bool, tmp_path: Path) -> None:
-    """Python 3.11.0 to 3.11.3 writes them by name, other versions by value."""
+    """Early releases of Python 3.11, as 3.11.2, write them by name, others by value."""
 
     def reduced(member: Any, protocol: int) -> tuple[Any, tuple[Any, ...]]:
         return (getattr, (type(member), member.name)) if by_name else (type(member), (member.value,))

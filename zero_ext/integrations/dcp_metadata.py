@@ -144,7 +144,7 @@ class _Evaluation:
         elif name in ("REDUCE", "NEWOBJ"):
             function, arguments = stack[-2:]
             if function == _MEMBER_OF_ENUM:
-                # Python 3.11.0 to 3.11.3 writes a member by its name; others call the class with its value.
+                # Early releases of Python 3.11, as 3.11.2, write a member by its name, others by its value.
                 function, *arguments = arguments
             if not isinstance(function, Global) or function not in self._called:
                 raise UnfitContent(f"it calls {brief(function)}")

@@ -101,7 +101,7 @@ def test_a_small_file_that_expands_is_refused(tmp_path: Path, name: str) -> None
 
 @pytest.mark.parametrize("stage", range(4))
 def test_members_of_enums_by_name(tmp_path: Path, stage: int) -> None:
-    """As Python 3.11.0 to 3.11.3 writes them."""
+    """As early releases of Python 3.11 write them."""
     name = DeepSpeedStages(stage).name
     with deepspeed_modules():
         torch.save({"zero_stage": Call(getattr, ZeroStageEnum, name)}, tmp_path / "states.pt")

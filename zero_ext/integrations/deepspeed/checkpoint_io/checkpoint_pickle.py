@@ -39,8 +39,8 @@ _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
 def _stage_by_name(kind: type, name: str) -> StubStage:
-    """Return the stage that ``getattr(kind, name)`` stands for. Python 3.11.0 to 3.11.3 pickles members of
-    enumerations by name."""
+    """Return the stage that ``getattr(kind, name)`` stands for. Early releases of Python 3.11, as 3.11.2,
+    pickle members of enumerations by name."""
     if kind is not StubStage or name not in _STAGES:
         raise UnfitContent("it calls builtins.getattr for something else than a stage of ZeRO")
     return StubStage(_STAGES.index(name))
