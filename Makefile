@@ -149,7 +149,7 @@ OBJECTS_arm := $(filter-out tests/cuda/%,$(TEST_OBJECTS))
 define cpp_variant
 build/cpp/$(1)/%.o: csrc/%.cpp $(if $(CXX_$(1)),$(ARM),$(SYSTEM))
 	@mkdir -p $$(@D)
-	$(or $(CXX_$(1)),$(CXX)) $(CPP_FLAGS) $(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
+	$(or $(CXX_$(1)),$(CXX)) $(CPP_FLAGS) $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
 
 build/cpp/$(1)/run-tests: $(addprefix build/cpp/$(1)/,$(or $(OBJECTS_$(1)),$(TEST_OBJECTS))) $(if $(CXX_$(1)),$(GTEST_OBJECTS))
 	$(or $(CXX_$(1)),$(CXX)) $(FLAGS_$(1)) $$^ $(if $(CXX_$(1)),,-lgtest -lgtest_main) -lpthread -o $$@
