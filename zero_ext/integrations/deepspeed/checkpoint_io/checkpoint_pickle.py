@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_ext.checkpoint import CheckpointError
+from zero_ext.integrations.deepspeed.deepspeed_config import ZeroStageEnum
 from zero_ext.integrations.torch_archive import UnfitContent, first_line, torch_archive, verify_records
 
 
@@ -35,15 +36,12 @@ class StubStage(int):
     """Stands for the enumeration of ZeRO stages: the number."""
 
 
-_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
-
-
 def _stage_by_name(kind: type, name: str) -> StubStage:
     """Return the stage that ``getattr(kind, name)`` stands for. Early releases of Python 3.11, as 3.11.2,
     pickle members of enumerations by name."""
-    if kind is not StubStage or name not in _STAGES:
+    if kind is not StubStage or name not in ZeroStageEnum.__members__:
         raise UnfitContent("it calls builtins.getattr for something else than a stage of ZeRO")
-    return StubStage(_STAGES.index(name))
+    return StubStage(ZeroStageEnum[name])
 
 
 _STUBS: list[tuple[Callable[..., Any], str]] = [
