@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.multi.garbage import collect_garbage
 from tests.multi.pool import RankPool
+from tests.multi.turns import leave_out_of_turn
 
 STAND_IN_RANKS = 3
 
@@ -21,6 +22,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the next commits run."""
+    leave_out_of_turn(config, items)
 
 
 @pytest.fixture(scope="module", autouse=True)

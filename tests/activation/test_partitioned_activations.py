@@ -38,7 +38,7 @@ def policies() -> Iterator[list[dict[str, Any]]]:
         ]
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, by_turns=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_a_tensor_parallel_stack(world: World, dtype: str) -> None:
     blocks, streams = stack(world, getattr(torch, dtype))

@@ -36,7 +36,7 @@ def test_gather(world: World, dtype: str) -> None:
         assert torch.equal(flat, wanted)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, by_turns=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "ranges", [[(0, 1)], [(1, 3), (5, 6)], [(0, 0)], [(2, 20), (21, 23)], [(6, 8), (9, 10), (11, 12)], []]

@@ -39,7 +39,7 @@ def parameter_elements(engine: Engine) -> int:
     return sum(count for kind, count in traffic.last_elements.items() if kind in PARAMETER_KINDS)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, by_turns=True)
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_elements_of_a_step(world: World, stage: int, no_sync: bool) -> None:

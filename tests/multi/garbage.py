@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-_MANY = 50_000
+_MANY = 10_000
 
 
 def collect_garbage() -> None:

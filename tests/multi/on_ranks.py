@@ -12,12 +12,13 @@ from tests.multi.pool import RankPool
 
 
 def on_ranks(
-    *world_sizes: int, stand_in: bool = False
+    *world_sizes: int, stand_in: bool = False, by_turns: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes ``def test_x(world, ...)`` a test over ``world_sizes``; further parameters come from parametrize.
 
     The body asserts on each rank by itself; a rank's failure is the test's. It must not use fixtures. With
-    ``stand_in`` the ranks have the stand-in accelerator, the device ``stand_in``.
+    ``stand_in`` the ranks have the stand-in accelerator, the device ``stand_in``. With ``by_turns`` a commit
+    runs each of the test's cases on one of the numbers of ranks, and the next commit on another.
     """
     pool_fixture = "stand_in_pool" if stand_in else "rank_pool"
 
@@ -35,6 +36,8 @@ def on_ranks(
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
         test.__dict__.update(body.__dict__)  # the marks of inner decorators
         test.on_one_rank = body  # type: ignore[attr-defined]
+        if by_turns:
+            test = pytest.mark.by_turns(*world_sizes)(test)
         return pytest.mark.parametrize("world_size", world_sizes)(test)
 
     return decorate

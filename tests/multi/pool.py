@@ -11,7 +11,6 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,11 +29,16 @@ GRACE_SECONDS = 10.0  # for the other ranks to report as well, once one has fail
 MOST_GROUPS = 64
 # A rank that has run tests of a large library holds some 200 MB. A pool starts again within a second or two.
 MOST_RANKS = 8
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "zero_ext", "zero_ext.zero", "tests.multi.rank"]
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zero_ext", "zero_ext.zero", "pytest"]
 
 
 class RankFailure(AssertionError):
     """A test body raised, died or hung on some rank; the message holds every rank's traceback."""
+
+
+def preload(*modules: str) -> None:
+    """Import ``modules`` once for all ranks of all pools, none of which has started: for conftest files."""
+    _PRELOADED.extend(each for each in modules if each not in _PRELOADED)
 
 
 class RankPool:
@@ -45,24 +49,17 @@ class RankPool:
     Work is named ``module:function``; its arguments are JSON-able, its results JSON-able or tensors. A call
     runs on the first ``world_size`` ranks, which form a group of their own. Whoever has no work is stopped,
     threads of gloo included, so that idle pools cost no time. With ``stand_in`` every process has the
-    stand-in accelerator (tests/accelerator). ``preload`` names modules that all processes share if this is
-    the first pool to start.
+    stand-in accelerator (tests/accelerator).
     """
 
     _running: ClassVar[list[RankPool]] = []  # the one used last at the end
 
-    def __init__(
-        self,
-        size: int = POOL_SIZE,
-        stand_in: bool = False,
-        preload: Sequence[str] = (),
-        backend: str = "gloo",
-    ) -> None:
+    def __init__(self, size: int = POOL_SIZE, stand_in: bool = False, backend: str = "gloo") -> None:
         self.size = size
         self.stand_in = stand_in
         self.backend = backend
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOAD, *preload])
+        self._context.set_forkserver_preload([*_PRELOADED, "tests.multi.preloaded"])
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None

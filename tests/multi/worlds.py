@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tests.multi.pool import RankPool
@@ -11,8 +10,7 @@ from tests.multi.pool import RankPool
 class Worlds:
     """A pool of ranks for each world size, started at first use; other arguments as in :class:`RankPool`."""
 
-    def __init__(self, preload: Sequence[str] = (), stand_in: bool = False, backend: str = "gloo") -> None:
-        self._preload = preload
+    def __init__(self, stand_in: bool = False, backend: str = "gloo") -> None:
         self._stand_in = stand_in
         self._backend = backend
         self._pools: dict[int, RankPool] = {}
@@ -26,7 +24,7 @@ class Worlds:
     ) -> list[Any]:
         """See :meth:`RankPool.run`; the default group has ``world_size`` ranks."""
         if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size, self._stand_in, self._preload, self._backend)
+            self._pools[world_size] = RankPool(world_size, self._stand_in, self._backend)
         return self._pools[world_size].run(world_size, target, arguments, seed=seed)
 
     def close(self) -> None:

@@ -162,7 +162,7 @@ def check_rounding(found: Parameters, library: Parameters, exact: Parameters, ca
         assert error <= max(1e-6, 2 * rounding), (case, name, error, rounding)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("settings", [{}, {**TRANSFORMERS, "beta1": 0.5}], ids=["torch", "transformers"])
 def test_equals_the_librarys_own(world: World, settings: dict[str, Any]) -> None:
     losses, parameters = plain(world, STEPS, **settings)

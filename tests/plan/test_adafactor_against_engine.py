@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize(
     ("stage", "tiers"), [each for each in PLACEMENTS if each[1].get("update_mode") != "delayed"]
 )

@@ -71,7 +71,7 @@ def configuration(stage: int, dtype: str, micro_batches: int, moments: str) -> d
     }
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_memory_breakdown_equals_formula(world: World, stage: int) -> None:
     for dtype, micro_batches, moments in (("bf16", 1, "fp32"), ("bf16", 2, "bf16"), ("fp32", 1, "fp32")):
@@ -95,7 +95,7 @@ def test_moments_in_8_bits_differ_by_a_block_a_unit_at_most(world: World) -> Non
     assert 0 <= excess <= 2 * 4 * len(engine.units)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_traffic_stats_equal_formula(world: World, stage: int) -> None:
     for micro_batches, no_sync in ((1, False), (3, False), (3, True)):

@@ -94,7 +94,7 @@ def train(
     return engine, torch.accelerator.max_memory_allocated() - before, unpacked.most
 
 
-@on_ranks(1, 2, stand_in=True)
+@on_ranks(1, 2, stand_in=True, by_turns=True)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("stage", "tiers"), PLACEMENTS)
 def test_a_device_holds_at_most_what_was_planned(
@@ -121,7 +121,7 @@ def test_a_device_holds_at_most_what_was_planned(
     assert most >= (1 - WITHIN) * wanted - first, (most, wanted)
 
 
-@on_ranks(1, 3, stand_in=True)
+@on_ranks(1, 3, stand_in=True, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("wave_elements", [1, full_tensor_costs.WAVE_ELEMENTS])
 def test_memory_of_a_step_on_full_matrices_is_bounded(

@@ -56,7 +56,7 @@ def trained(world: World, found: ModelSpec, config: dict[str, Any], ns_dtype: st
     return engine, counter.get_total_flops() - 3 * forward
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize(
     ("stage", "tiers", "ns_dtype"),
     [*((*each, "bf16") for each in PLACEMENTS), (2, {}, "fp32"), (3, {"optimizer": "host"}, "fp32")],

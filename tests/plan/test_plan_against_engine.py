@@ -143,7 +143,7 @@ def gathered_in(found: ModelSpec, training: Training) -> int:
     return sum(found.full_cost.units[number].parameters for number in numbers)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, 4, by_turns=True)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("stage", "tiers"), PLACEMENTS)
 def test_a_real_run_holds_what_was_planned(

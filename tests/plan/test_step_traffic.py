@@ -107,7 +107,7 @@ def counted(engine: Engine) -> dict[str, Sent]:
     }
 
 
-@on_ranks(2, 4)
+@on_ranks(2, 4, by_turns=True)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_volumes_and_memory_are_those_counted(world: World, stage: int) -> None:
     for setting in SETTINGS:

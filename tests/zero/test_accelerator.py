@@ -351,7 +351,7 @@ def check_steps(world: World, stage: int, offload: dict[str, Any], plan: Plan) -
         assert engine_of(model).pool.overflow.total_bytes == 0
 
 
-@on_ranks(1, 2, stand_in=True)
+@on_ranks(1, 2, stand_in=True, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_steps_allocate_nothing_large(world: World, stage: int) -> None:
     plans = [

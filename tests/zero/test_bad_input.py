@@ -144,7 +144,7 @@ OTHER_MODELS: dict[str, Callable[[nn.Sequential], Any]] = {
 OTHER_CONFIGURATIONS = {"stage": {"stage": 2}, "clip": {"gradient_clipping": 0.5}}
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, by_turns=True)
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_other_models_optimizers_and_configurations_are_named_on_all_ranks(
     world: World, difference: str

@@ -113,7 +113,7 @@ def check_compiled(world: World, device: str, plan: Plan) -> None:
         assert not counters["graph_break"], (stage, offload, counters)
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_compiled_blocks_train_as_plain_ones_in_every_stage_and_tier(world: World, dtype: str) -> None:
     check_compiled(world, "cpu", Plan(micro_batches=2, clip=0.1, dtype=dtype))

@@ -90,7 +90,7 @@ def in_progress(engine: Engine) -> list[str]:
     return [name for name, state in states.items() if state is not UnitState.RELEASED]
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_logits_and_generation_are_those_of_the_plain_model(world: World, family: str) -> None:
     torch.manual_seed(world.seed)

@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+from tests.multi.pool import preload
 from tests.zoo.case import VARIANTS
-from tests.zoo.catalog import TRANSFORMERS, modules, select
-from tests.zoo.comparison import Comparison, Outcome
+from tests.zoo.catalog import modules, select
+from tests.zoo.comparison import MODULE, Comparison, Outcome
 from tests.zoo.report import table
 
 
@@ -35,7 +36,9 @@ def main() -> int:
     cases = select(options.only)[int(first) - 1 :: int(number)]
     if not cases:
         raise SystemExit(f"--only: expected part of a case's name, got '{options.only}'.")
-    comparison = Comparison(preload=[TRANSFORMERS] if TRANSFORMERS in modules(options.only) else [])
+    # A restart after a crash does not import them again.
+    preload(MODULE, *modules(options.only))
+    comparison = Comparison()
     outcomes: list[Outcome] = []
     began = time.monotonic()
     try:

@@ -53,14 +53,10 @@ class Outcome:
 
 
 class Comparison:
-    """A pool of two ranks that runs cases, with the references of the current case kept.
+    """A pool of two ranks that runs cases, with the references of the current case kept."""
 
-    Args:
-        preload: modules that all rank processes share, so that a restart after a crash does not import them.
-    """
-
-    def __init__(self, preload: list[str] | None = None) -> None:
-        self._pool = RankPool(2, preload=[MODULE, "tests.zoo.catalog", *(preload or [])])
+    def __init__(self) -> None:
+        self._pool = RankPool(2)
         self._references: dict[str, dict[str, Any] | Outcome] = {}
 
     def close(self) -> None:

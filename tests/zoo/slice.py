@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.multi.turns import commit_number
 from tests.zoo.case import Case
 from tests.zoo.catalog import cases_of
 from tests.zoo.comparison import Comparison
@@ -18,16 +17,6 @@ from tests.zoo.comparison import Comparison
 CASES_PER_CHOSEN = 4
 MAIN_VARIANT = "3"
 OTHER_VARIANTS = ("nvme", "2", "init", "checkpoint", "0", "1")
-
-
-def commit_number() -> int:
-    """Return a number that changes with the commit; 0 where there is no git."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return 0
-    return int(done.stdout.strip(), 16)
 
 
 def slice_of(cases: list[Case], number: int) -> list[tuple[Case, str]]:
@@ -52,10 +41,10 @@ def parameters(modules: list[str]) -> list[Any]:
     ]
 
 
-def comparisons(preload: list[str]) -> Iterator[Comparison]:
+def comparisons() -> Iterator[Comparison]:
     """Yield a pool of ranks for a fixture and end it afterwards."""
     print(f"zoo: slice of commit number {commit_number():x}")
-    comparison = Comparison(preload)
+    comparison = Comparison()
     yield comparison
     comparison.close()
 

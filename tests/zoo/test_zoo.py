@@ -16,7 +16,7 @@ MODULES = own_modules()
 
 @pytest.fixture(scope="module")
 def zoo() -> Iterator[Comparison]:
-    yield from comparisons([])
+    yield from comparisons()
 
 
 # Workers take classes as a whole, so the families are divided over two of them.

@@ -141,7 +141,7 @@ def check_loaded(world: World, stage: int, offload: dict[str, Any], stored: str,
         optimizer.step()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("number", range(len(TIERS)))
 def test_the_values_of_plain_loading(world: World, number: int) -> None:
     stage, offload = TIERS[number]

@@ -64,7 +64,7 @@ def moments(optimizer: Any) -> list[torch.Tensor]:
     ]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("number", range(len(PAIRS)))
 def test_weights_are_those_saved_and_the_optimizer_stays(world: World, number: int) -> None:
     stage, offload, other_stage, other_offload = PAIRS[number]

@@ -36,7 +36,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return {name: load_file(folder / file)[name] for name, file in placed.items()}
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("number", range(len(TIERS)))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_files_hold_the_state_dict(world: World, number: int, dtype: str) -> None:

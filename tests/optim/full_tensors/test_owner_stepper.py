@@ -119,7 +119,7 @@ def check_values(model: Any, expected: dict[str, torch.Tensor], label: object) -
         assert torch.equal(found[name], value), (label, name)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("name", ["Shampoo", "Rotated", "CountsInTensors"])
 def test_equals_one_process(world: World, name: str) -> None:
     kind = getattr(users, name)
@@ -175,7 +175,7 @@ RESUMED = [
 ]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("name", ["Shampoo", "Rotated", "StateOfSmall"])
 def test_resumed_in_another_stage_and_tier(world: World, name: str) -> None:
     kind = getattr(users, name)

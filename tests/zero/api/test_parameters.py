@@ -247,7 +247,7 @@ def lora(model: nn.Module) -> None:
         parameter.requires_grad_("down" in name)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("frozen", ["lora", "embedding", "first", "middle", "last", "norms"])
 def test_frozen_parameters(world: World, frozen: str) -> None:
     for stage in (1, 3):

@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_allowed_class(world: World, name: str) -> None:
     """Against plain torch, clipped in stage 3; and in bf16 alike in every stage."""

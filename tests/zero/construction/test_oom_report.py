@@ -83,7 +83,7 @@ def adafactor(parameters: Any) -> Optimizer:
     return Adafactor(parameters, lr=1e-3)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("make", ["adafactor", "Shampoo", "Rotated"])
 @pytest.mark.parametrize(
     "config", [{"stage": 0}, {"stage": 2, "offload": {"optimizer": "host"}}, {"stage": 3}], ids=str

@@ -52,7 +52,7 @@ def check_step(model: Any, optimizer: Any, twin: nn.Module) -> None:
     check_near(model, twin, 1e-5, 1e-5)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clip_grad_norm(world: World, norm_type: float) -> None:
     for stage in STAGES:

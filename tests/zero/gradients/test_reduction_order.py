@@ -154,7 +154,7 @@ def trained_in_host_memory(world: World, checkpointed: bool, **more: Any) -> lis
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("more", HOST_CASES)
-@on_ranks(2, 3)
+@on_ranks(2, 3, by_turns=True)
 def test_in_host_memory_no_rank_waits_for_what_another_has_last(
     world: World, more: dict[str, Any], checkpointed: bool
 ) -> None:

@@ -104,7 +104,7 @@ def tensors(value: Any) -> Any:
     return value if isinstance(value, tuple | str) else torch.as_tensor(value)
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 @pytest.mark.parametrize("read", list(READS))
 def test_any_read_sees_the_true_gradient(world: World, read: str) -> None:
     for model, optimizer, twin in every_tier(world):

@@ -149,7 +149,7 @@ def one_poisoned_element(world: World, model: Any, value: float) -> contextlib.A
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 def test_a_bad_gradient_on_one_rank_is_refused_on_all_and_changes_nothing(world: World, name: str) -> None:
     case = GRADIENTS[name]
     with prepared(world, case) as (model, optimizer), prepared(world, case) as (other, other_optimizer):

@@ -100,7 +100,7 @@ def train(
     return train_in_tiers(world, stage, plan, offload, make, Uneven, **more)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, by_turns=True)
 @pytest.mark.parametrize("name", ["lamb", "lion"])
 def test_stages_and_tiers_are_bit_for_bit_the_same(world: World, name: str) -> None:
     plan, make = Plan(clip=0.5), {"lamb": lamb, "lion": lion}[name]

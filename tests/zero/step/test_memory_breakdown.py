@@ -73,7 +73,7 @@ def train(world: World, stage: int) -> tuple[Any, Any]:
     return model, optimizer
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, 4, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_of_a_rank(world: World, stage: int) -> None:
     storages, buffers = live_storages(), ops.host_buffer_bytes()

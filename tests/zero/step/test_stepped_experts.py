@@ -88,13 +88,13 @@ def train_step(world: World, model: Any, optimizer: Any, step: int) -> frozenset
     return reached_in(batches)
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 @pytest.mark.parametrize("case", RUNS)
 def test_steps_are_those_of_a_loop_that_restores_other_experts(world: World, case: str) -> None:
     compare_with_the_loop(world, case, "cpu")
 
 
-@on_ranks(1, 2, stand_in=True)
+@on_ranks(1, 2, stand_in=True, by_turns=True)
 @pytest.mark.parametrize("case", ["device", "host", "nvme", "Lion on nvme", "on trial", "delayed, nvme"])
 def test_steps_on_an_accelerator_are_those_of_the_loop(world: World, case: str) -> None:
     offered = mock.patch.object(dist, "get_backend_config", lambda group: f"stand_in:{BACKEND}")

@@ -54,7 +54,7 @@ def build(world: World, config: Any, make: Callable[[], nn.Module], limit: int) 
         return make()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_weights_are_those_of_plain_construction(world: World, tier: str) -> None:
     makers = [*MODELS.values(), llama]

@@ -74,7 +74,7 @@ def test_all_experts_are_one_ordinary_gather(world: World) -> None:
     assert gathered_elements(model) == 2 * sum(unit.layout.numel for unit in units)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_training_is_that_of_one_process(world: World, checkpoints: bool, micro_batches: int) -> None:

@@ -246,7 +246,7 @@ def step_of(world: World, model: Any, optimizer: Any, number: int) -> None:
     language_steps(world, model, optimizer, [number])
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, by_turns=True)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", ["declared", "no_sync"])
 def test_training_is_the_same(world: World, dtype: str, accumulation: str) -> None:

@@ -79,7 +79,7 @@ def test_without_loss_it_is_adam_with_its_variance_frozen(world: World, stage: i
 
 
 @pytest.mark.parametrize("name", COURSES)
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, by_turns=True)
 def test_every_rank_equals_the_simulation(world: World, name: str) -> None:
     check_simulated(world, COURSES[name])
 
