@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from unittest import mock
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,31 +48,33 @@ def runs_of_all_stages(world: World, plan: Plan) -> tuple[list[Run], Run]:
     return runs, train_plain(world, model, language_loss, language_batch, plan)
 
 
-@on_ranks(1, 2, 3, 4)
-def test_fp32_matrix(world: World) -> None:
-    for plan in PLANS:
-        runs, plain = runs_of_all_stages(world, plan)
-        one_order = world.size == 1 or plan.micro_batches == 1 or plan.accumulation == "no_sync"
-        check_equal(runs[0], runs[1])
-        check_equal(runs[2], runs[3])
-        if one_order:
-            check_equal(runs[0], runs[2])
-        for run in runs:
-            check_close(run, plain)
+@on_ranks(1, 2, 3, 4, by_turns=True)
+@pytest.mark.parametrize("number", range(len(PLANS)))
+def test_fp32_matrix(world: World, number: int) -> None:
+    plan = PLANS[number]
+    runs, plain = runs_of_all_stages(world, plan)
+    one_order = world.size == 1 or plan.micro_batches == 1 or plan.accumulation == "no_sync"
+    check_equal(runs[0], runs[1])
+    check_equal(runs[2], runs[3])
+    if one_order:
+        check_equal(runs[0], runs[2])
+    for run in runs:
+        check_close(run, plain)
 
 
-@on_ranks(1, 2, 3)
-def test_low_precision_matrix(world: World) -> None:
-    for dtype in ("bf16", "fp16"):
-        for plan in PLANS[:2] + PLANS[4:6]:
-            runs, plain = runs_of_all_stages(world, plan._replace(dtype=dtype))
-            for run in runs:
-                for one, two in zip(run.losses, plain.losses, strict=True):
-                    assert abs(one - two) <= 4e-3 * abs(two), (dtype, plan, run.losses, plain.losses)
-                assert distance(run.parameters, plain.parameters) <= 4e-3
-                assert {value.dtype for value in run.parameters.values()} == {
-                    torch.bfloat16 if dtype == "bf16" else torch.float16
-                }
+@on_ranks(1, 2, 3, by_turns=True)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("number", [0, 1, 4, 5])
+def test_low_precision_matrix(world: World, number: int, dtype: str) -> None:
+    plan = PLANS[number]
+    runs, plain = runs_of_all_stages(world, plan._replace(dtype=dtype))
+    for run in runs:
+        for one, two in zip(run.losses, plain.losses, strict=True):
+            assert abs(one - two) <= 4e-3 * abs(two), (plan, run.losses, plain.losses)
+        assert distance(run.parameters, plain.parameters) <= 4e-3
+        assert {value.dtype for value in run.parameters.values()} == {
+            torch.bfloat16 if dtype == "bf16" else torch.float16
+        }
 
 
 @on_ranks(2, 3)

@@ -129,14 +129,14 @@ def sharded(
         return model, zero_ext.full_state_dict(model, rank0_only=False), losses
 
 
-@on_ranks(1, 2, 3, 4)
-def test_equals_torchs_own(world: World) -> None:
+@on_ranks(1, 2, 3, 4, by_turns=True)
+@pytest.mark.parametrize(("stage", "offload"), TIERS)
+def test_equals_torchs_own(world: World, stage: int, offload: dict[str, Any]) -> None:
     losses, parameters = plain(world, LONG)
-    for stage, offload in TIERS:
-        _, found, own = sharded(world, stage, offload, steps=LONG)
-        assert own == [each[world.rank] for each in losses], (stage, offload, own, losses)
-        for name, value in parameters.items():
-            assert torch.equal(found[name], value), (stage, offload, name)
+    _, found, own = sharded(world, stage, offload, steps=LONG)
+    assert own == [each[world.rank] for each in losses], (own, losses)
+    for name, value in parameters.items():
+        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("shape", [(1030, 1040), (1040, 1030)])
