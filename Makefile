@@ -29,8 +29,10 @@ JOBS ?= $(shell nproc)
 export PYTHONDONTWRITEBYTECODE :=
 # Ranks wait for each other much of the time, so two workers a core; each holds a pool of ranks.
 TEST_WORKERS ?= $(shell jobs=$(JOBS); echo $$((jobs < 4 ? 2 * jobs : 8)))
-# Spinning threads of OpenMP are slow when other processes use the cores.
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope --durations=20
+# Spinning threads of OpenMP are slow when other processes use the cores. Files with few tests would come last, and
+# those that run a page of docs/ or an example take minutes on one core.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope \
+  --no-loadscope-reorder --durations=20
 
 CORE_SOURCES := $(shell find csrc/core -name "*.cpp" | sort)
 OP_SOURCES := $(shell find csrc/ops -name "*.cpp" | sort)

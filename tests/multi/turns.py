@@ -43,6 +43,7 @@ def leave_out_of_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
     number = commit_number()
     families: dict[str, dict[tuple[int, ...], int]] = {}
     chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         mark = item.get_closest_marker("by_turns")
         if mark is not None and isinstance(item, pytest.Function):
@@ -51,7 +52,8 @@ def leave_out_of_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
             size = values.pop("world_size")
             case = cases.setdefault(tuple(map(id, values.values())), len(cases))
             if not runs(case, size, mark.args, number):
+                left_out.append(item)
                 continue
         chosen.append(item)
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    config.hook.pytest_deselected(items=left_out)
     items[:] = chosen

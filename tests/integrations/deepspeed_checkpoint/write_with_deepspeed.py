@@ -36,6 +36,7 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__ = {}  # so that it compiles nothing
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
     )
