@@ -37,7 +37,10 @@ class RankFailure(AssertionError):
 
 
 def preload(*modules: str) -> None:
-    """Import ``modules`` once for all ranks of all pools, none of which has started: for conftest files."""
+    """Import ``modules`` once for the ranks of all pools.
+
+    For conftest files, as it has no effect once a pool has started.
+    """
     _PRELOADED.extend(each for each in modules if each not in _PRELOADED)
 
 

@@ -42,18 +42,17 @@ def leave_out_of_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
         return
     number = commit_number()
     families: dict[str, dict[tuple[int, ...], int]] = {}
-    chosen: list[pytest.Item] = []
-    left_out: list[pytest.Item] = []
-    for item in items:
+
+    def has_turn(item: pytest.Item) -> bool:
         mark = item.get_closest_marker("by_turns")
-        if mark is not None and isinstance(item, pytest.Function):
-            cases = families.setdefault(item.nodeid.partition("[")[0], {})
-            values = dict(sorted(item.callspec.params.items()))
-            size = values.pop("world_size")
-            case = cases.setdefault(tuple(map(id, values.values())), len(cases))
-            if not runs(case, size, mark.args, number):
-                left_out.append(item)
-                continue
-        chosen.append(item)
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = chosen
+        if mark is None or not isinstance(item, pytest.Function):
+            return True
+        cases = families.setdefault(item.nodeid.partition("[")[0], {})
+        values = {**item.callspec.params}
+        size = values.pop("world_size")
+        case = cases.setdefault(tuple(map(id, values.values())), len(cases))
+        return runs(case, size, mark.args, number)
+
+    turns = [(item, has_turn(item)) for item in items]
+    config.hook.pytest_deselected(items=[item for item, turn in turns if not turn])
+    items[:] = [item for item, turn in turns if turn]
