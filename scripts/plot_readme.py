@@ -1,6 +1,6 @@
 """Draw the plots of README.md into docs/images, each for light and for dark pages.
 
-``python -m scripts.plot_readme`` redraws them: how state is placed in each stage, and two charts of
+``python -m scripts.plot_readme`` redraws them: how state is placed in each stage, and a chart of
 ``benchmarks/results``. Each SVG file holds the figures that it shows as metadata, so a test can compare them
 with the results.
 """
@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 FOLDER = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"
 THEMES = ("light", "dark")
-_MODEL = "239m"
-_MEMORY = [
-    ("stage 3", "stage3", [("FSDP2", "fsdp2"), ("DeepSpeed", "deepspeed3")]),
-    ("stage 2", "stage2", [("FSDP2", "fsdp2-keep"), ("DeepSpeed", "deepspeed2")]),
-    ("stage 1", "stage1", [("DDP", "ddp"), ("DeepSpeed", "deepspeed1")]),
-]
+_SPEED_MODEL = "34m"
 _SPEED = [
     ("stage 3 / FSDP2", "stage3", "fsdp2"),
     ("stage 3 / DeepSpeed", "stage3", "deepspeed3"),
@@ -53,32 +48,12 @@ class Theme:
 _THEMES = {"light": Theme("#1f2a37", "#c3ccd6"), "dark": Theme("#e6edf3", "#4a5561", peer="#7d8894")}
 
 
-def memory_figures() -> list[tuple[str, str, float]]:
-    """Stage, library, and the peak of a rank's whole process in GB (10⁹ bytes)."""
-    peaks = json.loads((RESULTS / "memory.json").read_text())["resident"][_MODEL]
-    found = []
-    for stage, own, peers in _MEMORY:
-        for title, key in [("zero_ext", own), *peers]:
-            peak = peaks[key].get("overall_peak") or peaks[key]["whole_peak"]  # its name in older results
-            found.append((stage, title, round(peak / 1e9, 2)))
-    return found
-
-
-def step_comparisons() -> list[dict[str, Any]]:
-    """The comparisons of step times that the plot is of."""
-    found: list[dict[str, Any]] = json.loads((RESULTS / f"step-{_MODEL}.json").read_text())["comparisons"]
-    return found
-
-
-def _ends(ratio: dict[str, Any]) -> tuple[str, str]:
-    return ("low", "high") if "low" in ratio else ("lowest", "highest")
-
-
 def speed_figures() -> list[tuple[str, float, float, float]]:
-    """Pair, and the median ratio of step times with its interval, or its range where none was recorded."""
-    ratios = {(each["subject"], each["peer"]): each["ratio"] for each in step_comparisons()}
+    """Pair, and the median ratio of step times with its 95% interval."""
+    compared = json.loads((RESULTS / f"step-{_SPEED_MODEL}.json").read_text())["comparisons"]
+    ratios = {(each["subject"], each["peer"]): each["ratio"] for each in compared}
     return [
-        (title, *(round(ratios[own, peer][name], 2) for name in ("median", *_ends(ratios[own, peer]))))
+        (title, *(round(ratios[own, peer][name], 2) for name in ("median", "low", "high")))
         for title, own, peer in _SPEED
     ]
 
@@ -87,23 +62,6 @@ def shown_in(file: Path) -> Any:
     """Return the figures that a plot shows."""
     found = re.search(r"<dc:description>(.*?)</dc:description>", file.read_text(), re.DOTALL)
     return None if found is None else json.loads(" ".join(found[1].split()))
-
-
-def _draw_memory(axes: Axes, theme: Theme) -> None:
-    position, ticks = 0.0, []
-    rows = memory_figures()
-    for number, (stage, title, value) in enumerate(rows):
-        if number and rows[number - 1][0] != stage:
-            position += 0.6
-        own = title == "zero_ext"
-        axes.barh(position, value, 0.8, color=theme.params if own else theme.peer)
-        axes.text(value + 0.06, position, f"{value:.1f}", va="center", color=theme.ink)
-        ticks.append((position, f"{title} {stage}" if own else title))
-        position += 1
-    axes.set_yticks([each for each, _ in ticks], [title for _, title in ticks])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 6.2)
-    axes.set_title("Peak memory of a rank's process, GB", loc="left", color=theme.ink)
 
 
 def _draw_speed(axes: Axes, theme: Theme) -> None:
@@ -168,7 +126,6 @@ def _draw_stages(axes: Axes, theme: Theme) -> None:
 
 PLOTS: dict[str, tuple[Callable[[Any, Theme], None], tuple[float, float], Callable[[], Any]]] = {
     "stages": (_draw_stages, (9.0, 3.5), lambda: None),
-    "memory": (_draw_memory, (6.0, 3.4), lambda: [list(each) for each in memory_figures()]),
     "speed": (_draw_speed, (6.0, 2.6), lambda: [list(each) for each in speed_figures()]),
 }
 
