@@ -48,6 +48,7 @@ EXTENSION := $(VENV)/.stamp-extension
 BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 INTEGRATIONS := $(VENV)/.stamp-integrations
 OLDEST_TRANSFORMERS := build/transformers-oldest
+BITSANDBYTES := build/bitsandbytes
 BROWSER := $(VENV)/.stamp-browser
 DISASSEMBLER := $(VENV)/.stamp-disassembler
 DOCUMENTATION := $(VENV)/.stamp-documentation
@@ -73,9 +74,9 @@ $(EXTENSION): $(DEPENDENCIES) setup.py pyproject.toml zero_ext/ops/jit/toolchain
 	  --disable-pip-version-check -q --no-build-isolation --no-deps -e .
 	touch $@
 
-$(BENCHMARK_PEERS): $(EXTENSION) benchmarks/requirements-bench.txt
+$(BENCHMARK_PEERS): $(EXTENSION) benchmarks/requirements-bench.txt benchmarks/requirements-8bit.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check -q \
-	  --no-build-isolation -r benchmarks/requirements-bench.txt
+	  --no-build-isolation -r benchmarks/requirements-bench.txt -r benchmarks/requirements-8bit.txt
 	touch $@
 
 $(INTEGRATIONS): $(EXTENSION) requirements-integrations.txt benchmarks/requirements-bench.txt
@@ -93,9 +94,17 @@ $(BROWSER): scripts/system_packages.sh
 	scripts/system_packages.sh $(PYTHON) chromium
 	touch $@
 
+# Not in .venv, because transformers and peft import it wherever they find it. That takes over two seconds in each
+# script that a test starts with paths of its own.
+$(BITSANDBYTES)/.stamp: $(EXTENSION) benchmarks/requirements-8bit.txt
+	rm -rf $(BITSANDBYTES)
+	$(BIN)/python -m pip install --disable-pip-version-check -q --target $(BITSANDBYTES) --no-deps \
+	  -r benchmarks/requirements-8bit.txt
+	touch $@
+
 # The files right in the folder need no third-party packages: they are among the other tests.
-test-integrations: $(INTEGRATIONS) $(BROWSER)
-	$(PYTEST) $(sort $(dir $(wildcard tests/integrations/*/*.py)))
+test-integrations: $(INTEGRATIONS) $(BROWSER) $(BITSANDBYTES)/.stamp
+	PYTHONPATH=$(CURDIR)/$(BITSANDBYTES) $(PYTEST) $(sort $(dir $(wildcard tests/integrations/*/*.py)))
 
 # All else that the tests import is in .venv. This release needs an older hub and older tokenizers.
 $(OLDEST_TRANSFORMERS)/.stamp: $(INTEGRATIONS)

@@ -12,8 +12,8 @@ ROW = re.compile(r"^\| ([\w-]+) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 
 def pinned() -> dict[str, str]:
     """Return the versions of the test environment, of the newer Python where two are pinned."""
-    files = ("requirements-dev.txt", "requirements-integrations.txt", "benchmarks/requirements-bench.txt")
-    text = "\n".join((ROOT / file).read_text() for file in files)
+    files = [*ROOT.glob("requirements-*.txt"), *ROOT.glob("benchmarks/requirements-*.txt")]
+    text = "\n".join(file.read_text() for file in files)
     return dict(
         re.findall(r"^([\w-]+)(?:\[\w+\])?==([\d.]+)(?:; python_version >= .*)?$", text, re.MULTILINE)
     )

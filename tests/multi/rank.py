@@ -10,6 +10,7 @@ import io
 import json
 import os
 import signal
+import tempfile
 import traceback
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -69,6 +70,7 @@ def serve(
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
     torch.set_num_threads(1)
+    tempfile.tempdir = folder  # what a test makes there goes with the pool
     _share_gloos_thread()
     if stand_in:
         enable()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import os
 import tempfile
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ from zero_ext import ops
 STREAM = 0x57  # the handle
 STACK = ExitStack()
 atexit.register(STACK.close)
+
+
+@cache
+def scratch() -> Path:
+    return Path(STACK.enter_context(tempfile.TemporaryDirectory(prefix="zero_ext-opcheck-")))
 
 
 def step_state(family: StepOp, **options: Any) -> State:
@@ -73,11 +78,9 @@ def aio_engine() -> int:
 
 def aio_file() -> str:
     """A file of 64 bytes that exists until the tests end."""
-    descriptor, path = tempfile.mkstemp(prefix="zero_ext-opcheck-")
-    os.write(descriptor, bytes(64))
-    os.close(descriptor)
-    atexit.register(os.unlink, path)
-    return path
+    path = scratch() / uuid.uuid4().hex
+    path.write_bytes(bytes(64))
+    return str(path)
 
 
 def join_again() -> str:
@@ -91,7 +94,7 @@ def join_again() -> str:
 def store_arguments() -> tuple[int, list[str], str, list[int], int, bool, bool]:
     """Those of store_open: two files that do not exist, which each call makes anew."""
     handle = uuid.uuid4().int >> 65
-    paths = [str(Path(tempfile.gettempdir()) / f"zero_ext-opcheck-{handle}-{i}") for i in range(2)]
+    paths = [str(scratch() / f"{handle}-{i}") for i in range(2)]
     atexit.register(ops.store_close, handle)
     return handle, paths, "threads", [2, 4096, 1], 4096, True, False
 

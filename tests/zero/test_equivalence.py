@@ -127,7 +127,7 @@ def test_storages_that_cannot_be_swapped_are_resized(world: World) -> None:
         check_equal(train(world, model, 3, Plan()), swapped)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, by_turns=True)
 def test_nothing_is_read_before_it_was_waited_for(world: World) -> None:
     """Under random delays, with results poisoned until then."""
     model = TinyModel(layers=2, tied=True)

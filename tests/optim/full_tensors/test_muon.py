@@ -187,7 +187,7 @@ def test_devices_compute_one_matrix_as_torch_does_and_several_in_a_batch(
     torch.testing.assert_close(batch.cpu(), muon.newton_schulz(stack, exact), rtol=0, atol=1e-4)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, by_turns=True)
 def test_waves_change_nothing(world: World) -> None:
     _, parameters = plain(world, SHORT)
     for stage, offload in TIERS:
@@ -333,7 +333,7 @@ def test_the_optimizer_by_itself_is_torchs_two(world: World) -> None:
         assert torch.equal(own.state_dict()[name], value), name
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 def test_matrices_and_the_rest_in_one_optimizer(world: World) -> None:
     model = Mixed(world.seed)
     wanted = mixed_losses(model, [zero_ext.Muon(model.parameters(), **SETTINGS)], world)

@@ -374,7 +374,7 @@ OPTIMIZER: dict[str, Any] = {"type": "Muon", "params": {**SETTINGS, "adamw": {**
 SCHEDULER: dict[str, Any] = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, 4, by_turns=True)
 def test_a_configuration_trains_as_one_process(world: World) -> None:
     ids = torch.randint(8, (3, 8), generator=torch.Generator().manual_seed(world.seed))
     alone = Sums(world.seed)

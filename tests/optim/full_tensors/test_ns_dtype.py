@@ -44,7 +44,7 @@ def test_one_process_is_exact_to_rounding_of_fp32(shape: tuple[int, int]) -> Non
     assert errors["fp32"] < 1e-5 and errors["bf16"] > 5e-3, errors
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 def test_ranks_equal_one_process(world: World) -> None:
     losses, parameters = plain(world, steps=STEPS, ns_dtypes=("fp32",))
     _, other = plain(world, steps=STEPS, ns_dtypes=("bf16",))

@@ -114,7 +114,7 @@ def test_two_phases_are_those_of_one_process_over_all_stages_and_tiers(world: Wo
                 assert not any(list(Path(path).iterdir()) for path in each.get("nvme_paths", ())), case
 
 
-@on_ranks(2, 4)
+@on_ranks(2, 4, by_turns=True)
 def test_other_ranks_precisions_and_tiles(world: World) -> None:
     """What the second configuration may change, each against its own reference: the values at the change."""
     alone = [dist.new_group([rank], use_local_synchronization=True) for rank in range(world.size)][world.rank]

@@ -97,7 +97,7 @@ SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
 }
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_groups_and_live_schedulers(world: World, schedule: str) -> None:
     for stage in (0, 1, 3):

@@ -117,7 +117,7 @@ def check_same(
             assert one.stride() == two.stride() and one.requires_grad == two.requires_grad, name
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, by_turns=True)
 def test_weights_are_those_of_plain_construction(world: World) -> None:
     for number, make in enumerate(MODELS.values()):
         check_same(world, make, limit=(1, 60, 1 << 23)[(number + world.seed) % 3])

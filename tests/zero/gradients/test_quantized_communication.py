@@ -92,7 +92,7 @@ ALL_ON = CommunicationSetup(4, 2, weights="int8", gradients="int4", secondary=Tr
 GROUPS = CommunicationSetup(4, 2, group=2)
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, by_turns=True)
 def test_every_setup_has_the_bits_of_the_simulation(world: World) -> None:
     for setup, dtype in setups_of(world.size):
         check_against_simulation(world, setup, dtype, micro_batches=2 if setup.secondary else 1)
@@ -162,7 +162,7 @@ def test_secondary_shards_change_no_value(world: World, step: str) -> None:
     check_same(runs[0], runs[1])
 
 
-@on_ranks(2, 3, stand_in=True)
+@on_ranks(2, 3, stand_in=True, by_turns=True)
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_device_has_the_bits_of_the_host(world: World, tier: str) -> None:
     """Whatever order its streams run in."""

@@ -65,7 +65,7 @@ def least_stage(tiers: dict[str, Any]) -> int:
     return 3 if "params" in tiers else 2 if "grads" in tiers else 1
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_equals_the_stale_loop(world: World, stage: int) -> None:
     for number, case in enumerate(CASES):

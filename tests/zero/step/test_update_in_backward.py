@@ -100,7 +100,7 @@ def backward(world: World, model: Any, number: int = 0) -> float:
     return loss.item()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 def test_equals_the_step_after_backward(world: World) -> None:
     for number, (stage, tiers) in enumerate(TIERS):
         both(world, stage, Plan(dtype=("fp32", "bf16")[number % 2]), tiers)
@@ -109,7 +109,7 @@ def test_equals_the_step_after_backward(world: World) -> None:
     both(world, 1, Plan(micro_batches=2), {"optimizer": "nvme"})
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 def test_clipping_that_strikes_in_some_steps(world: World) -> None:
     plan = Plan(steps=6, clip=1e9, dtype="bf16")
     norms = sorted(norm for norm in train(world, 3, plan, {}).norms if norm is not None)

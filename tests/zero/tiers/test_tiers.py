@@ -54,7 +54,7 @@ def combinations(stage: int) -> list[dict[str, str]]:
     return [dict(zip(kinds, tiers, strict=True)) for tiers in itertools.product(TIERS, repeat=stage)]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_matrix(world: World, stage: int) -> None:
     choices = combinations(stage)[1:]

@@ -221,7 +221,7 @@ def tile_names(run: Run) -> list[str]:
 EMBEDDING = [f"embedding.tiles.{number}" for number in range(4)]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 def test_training_is_that_of_the_plain_model(world: World) -> None:
     for plan, tolerance in ((Plan(2, 2, clip=0.5), 1e-6), (Plan(2, dtype="bf16"), 2e-2)):
         plain = train(world, plan)

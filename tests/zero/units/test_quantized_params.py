@@ -96,7 +96,7 @@ def trainable(parameters: Any) -> torch.optim.Optimizer:
     return adamw([each for each in parameters if each.requires_grad])
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, by_turns=True)
 def test_training_over_packed_bytes_is_that_of_one_process(world: World) -> None:
     for dtype in (torch.uint8, torch.float32):
         reference = train_plain(world, model_of(world.seed, dtype), loss_of, batch_of, make_optimizer=adamw)
