@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.import_graph import ROOT
-from zero_ext.config.plot_colors import BLUE, GRAY, GREEN, ORANGE
+from zero_ext.config.plot_colors import BLUE, GREEN, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,10 +42,9 @@ class Theme:
     params: str = BLUE
     grads: str = ORANGE
     optimizer: str = GREEN
-    peer: str = GRAY
 
 
-_THEMES = {"light": Theme("#1f2a37", "#c3ccd6"), "dark": Theme("#e6edf3", "#4a5561", peer="#7d8894")}
+_THEMES = {"light": Theme("#1f2a37", "#c3ccd6"), "dark": Theme("#e6edf3", "#4a5561")}
 
 
 def speed_figures() -> list[tuple[str, float, float, float]]:

@@ -49,11 +49,6 @@ def on_host(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().clone() for name, value in values.items()}
 
 
-def shared_folder(world: World) -> str:
-    """A folder of all ranks; whoever has made it leaves it to the ranks' end."""
-    return str(world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[0])
-
-
 def with_storage(offload: dict[str, Any], folder: str) -> dict[str, Any]:
     paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
     return {"staging_buffer_bytes": 1 << 20, **paths, **offload}
@@ -103,7 +98,7 @@ def steps(world: World, device: str, model: Any, optimizer: Any, first: int, las
 def sharded_init(world: World, device: str, offload: dict[str, Any], loads: bool) -> Found:
     """``zero_ext.Init``, with values of its own or streamed from files of safetensors, then steps."""
     torch.manual_seed(world.seed)
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     with tempfile.TemporaryDirectory() as storage:
         config = configuration(3, offload=with_storage(offload, storage), gradient_clipping=0.5)
         if loads and world.rank == 0:
@@ -129,7 +124,7 @@ def sharded_init(world: World, device: str, offload: dict[str, Any], loads: bool
 
 def checkpoints(world: World, device: str, stages: list[int], offload: dict[str, Any]) -> Found:
     """Steps, a checkpoint, and further steps of another model that loads it in another stage."""
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as storage:
         for number, stage in enumerate(stages):

@@ -8,7 +8,6 @@ import importlib.util
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -213,43 +212,36 @@ def test_a_forked_child_leaves_the_files_alone(tmp_path: Path) -> None:
 
 @on_ranks(1, 2)
 def test_who_writes_what(world: World) -> None:
-    # One folder on all ranks.
-    name = world.everyone(tempfile.mkdtemp() if world.rank == 0 else "")[0]
-    folder = Path(name)
-    try:
-        monitor = {
-            "output_dir": f"{folder}/run",
-            "csv": f"{folder}/else/where.csv",
-            "comms": True,
-            "flops": {"peak": 1e12},
-            "trace": {"first_step": 1, "steps": 2},
-            "progress": {"steps": 4},
-            "log_interval": 2,
-        }
-        model, optimizer = prepared(world, 3, monitor=monitor, steps_per_print=2)
-        printed = io.StringIO()
-        with contextlib.redirect_stderr(printed):
-            train(world, model, optimizer, 4)
-        lines = printed.getvalue().splitlines()
-        assert len(lines) == (2 if world.rank == 0 else 0)
-        assert all("loss " in line and "forward " in line and "device " in line for line in lines)
-        assert all("mfu " in line for line in lines)
-        found = monitor_of(model)
-        assert found is not None  # every rank has its trace
-        found.close()
-        assert monitor_of(model) is None
-        world.everyone(0)
-        if world.rank == 0:
-            files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-            traces = {f"run/trace-rank{rank}.json" for rank in range(world.size)}
-            assert files == {"run/steps.jsonl", "else/where.csv", "run/comms.jsonl"} | traces
-            rows = [json.loads(line) for line in (folder / "run/steps.jsonl").read_text().splitlines()]
-            assert [row["step"] for row in rows] == [2, 4]
-            assert all(row["loss"] > 0 and row["flops/mfu"] > 0 for row in rows)
-        world.everyone(0)
-    finally:
-        if world.rank == 0:
-            shutil.rmtree(folder)
+    folder = Path(world.shared_folder())
+    monitor = {
+        "output_dir": f"{folder}/run",
+        "csv": f"{folder}/else/where.csv",
+        "comms": True,
+        "flops": {"peak": 1e12},
+        "trace": {"first_step": 1, "steps": 2},
+        "progress": {"steps": 4},
+        "log_interval": 2,
+    }
+    model, optimizer = prepared(world, 3, monitor=monitor, steps_per_print=2)
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        train(world, model, optimizer, 4)
+    lines = printed.getvalue().splitlines()
+    assert len(lines) == (2 if world.rank == 0 else 0)
+    assert all("loss " in line and "forward " in line and "device " in line for line in lines)
+    assert all("mfu " in line for line in lines)
+    found = monitor_of(model)
+    assert found is not None  # every rank has its trace
+    found.close()
+    assert monitor_of(model) is None
+    world.everyone(0)
+    if world.rank == 0:
+        files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        traces = {f"run/trace-rank{rank}.json" for rank in range(world.size)}
+        assert files == {"run/steps.jsonl", "else/where.csv", "run/comms.jsonl"} | traces
+        rows = [json.loads(line) for line in (folder / "run/steps.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [2, 4]
+        assert all(row["loss"] > 0 and row["flops/mfu"] > 0 for row in rows)
 
 
 @on_ranks(2)

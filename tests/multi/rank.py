@@ -55,6 +55,10 @@ class World(NamedTuple):
         dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def shared_folder(self) -> str:
+        """A new folder, the same on all ranks, which goes with their pool."""
+        return str(self.everyone(tempfile.mkdtemp() if self.rank == 0 else None)[0])
+
     def barrier(self) -> None:
         """Waits for all ranks."""
         dist.barrier(self.group)
@@ -70,7 +74,7 @@ def serve(
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
     torch.set_num_threads(1)
-    tempfile.tempdir = folder  # what a test makes there goes with the pool
+    tempfile.tempdir = folder  # removed with the pool
     _share_gloos_thread()
     if stand_in:
         enable()

@@ -19,7 +19,6 @@ from tests.checkpoint.mutations import edit_manifest
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
-from tests.parallel.training import shared_folder
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.training import (
     Plan,
@@ -234,7 +233,7 @@ def test_a_skipped_step_changes_nothing(world: World) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("settings", [{"lr": 0.3}, {**TRANSFORMERS, "beta1": 0.5}], ids=str)
 def test_resumed_in_another_stage_and_tier(world: World, settings: dict[str, Any]) -> None:
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     with placed({"grads": "host", "optimizer": "nvme"}) as section:
         model, optimizer = prepared(world, 3, {}, **settings)
         train(world, model, optimizer, 0, 3)
@@ -272,7 +271,7 @@ def edit_step(value: Any) -> Callable[[dict[str, Any]], None]:
 
 @on_ranks(1)
 def test_steps_in_checkpoints_are_checked(world: World) -> None:
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     model, optimizer = prepared(world, 2, {})
     train(world, model, optimizer, 0, 1)
     zero_ext.save_checkpoint(folder, model)
@@ -289,7 +288,7 @@ def test_steps_in_checkpoints_are_checked(world: World) -> None:
 def test_resumed_by_other_ranks(world: World) -> None:
     """One rank saves alone, and three have its state."""
     own = [dist.new_group([rank], use_local_synchronization=True) for rank in range(world.size)][world.rank]
-    folder, alone_there = shared_folder(world), world._replace(rank=0, size=1, group=own)
+    folder, alone_there = world.shared_folder(), world._replace(rank=0, size=1, group=own)
     if world.rank == 0:
         model, optimizer = prepared(alone_there, 2, {})
         train(alone_there, model, optimizer, 0, 3)

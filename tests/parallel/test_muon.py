@@ -24,7 +24,7 @@ from tests.multi.rank import World
 from tests.parallel import training
 from tests.parallel.experts import mixtures
 from tests.parallel.tensor import test_tensor_parallel as tensors
-from tests.parallel.training import mesh_of, mesh_of_one, shared_folder
+from tests.parallel.training import mesh_of, mesh_of_one
 from tests.zero.training import placed
 from zero_ext.optim.full_tensors import muon_stepper
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, TiedLayerSpec
@@ -393,7 +393,7 @@ def test_resumed_in_another_split(world: World) -> None:
             optimizer.zero_grad()
         return zero_ext.full_state_dict(model, rank0_only=False)
 
-    folder, first = shared_folder(world), made(3, tp=2)
+    folder, first = world.shared_folder(), made(3, tp=2)
     steps(*first, range(2))
     zero_ext.save_checkpoint(folder, first[0]).wait()
     wanted = steps(*first, range(2, 4))

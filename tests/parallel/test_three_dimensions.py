@@ -17,7 +17,6 @@ from tests.parallel.training import (
     assert_same_values,
     batches,
     mesh_of_one,
-    shared_folder,
 )
 
 RANKS, SAMPLES, STEPS = 8, 16, 10
@@ -39,7 +38,7 @@ def two_by_two_by_two(world: World, stage: int) -> None:
 
 
 def saved_and_loaded(world: World, stage: int) -> None:
-    folder, data = shared_folder(world), batches(world.seed, 6, SAMPLES)
+    folder, data = world.shared_folder(), batches(world.seed, 6, SAMPLES)
     first = course_of(world.seed, mesh_of(2, 2), stage)
     first.steps(data[:3])
     zero_ext.save_checkpoint(folder, first.model).wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -141,8 +140,3 @@ def assert_same_values(found: Mapping[str, torch.Tensor], wanted: Mapping[str, t
 def assert_same_steps(found: Any, wanted: Any) -> None:
     """Losses, norms, or several of them are the same but for rounding."""
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
-
-
-def shared_folder(world: World) -> str:
-    """A new folder, the same on all ranks."""
-    return str(world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[0])

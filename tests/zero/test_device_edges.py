@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import re
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -323,10 +322,9 @@ def trained(
     losses = []
     for step in range(2 * STEPS):
         if step == STEPS:
-            folder: list[object] = [tempfile.mkdtemp() if world.rank == 0 else None]
-            dist.broadcast_object_list(folder, group=world.group, group_src=0)
-            zero_ext.save_checkpoint(str(folder[0]), prepared)
-            zero_ext.load_checkpoint(str(folder[0]), prepared)
+            folder = world.shared_folder()
+            zero_ext.save_checkpoint(folder, prepared)
+            zero_ext.load_checkpoint(folder, prepared)
         losses += language_steps(world, prepared, optimizer, [step])
     return losses, zero_ext.full_state_dict(prepared, rank0_only=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import pytest
@@ -135,7 +134,7 @@ class Samples(torch.utils.data.Dataset[Any]):
 def test_a_checkpoint_goes_on_with_other_stages(
     world: World, saved: tuple[int, int], loaded: tuple[int, int]
 ) -> None:
-    folder = world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[0]
+    folder = world.shared_folder()
     # As many samples a step in both.
     first, then = (
         engine_of(

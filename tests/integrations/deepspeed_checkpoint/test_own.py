@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import (
 def test_a_pipeline(world: World, stage: int) -> None:
     engine = engine_of(stage)
     engine.train_batch(micro_batches(engine, world.seed))
-    (folder,) = world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[:1]
+    folder = world.shared_folder()
     engine.save_checkpoint(folder)
     found = get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
     wanted = full_values(world, engine)

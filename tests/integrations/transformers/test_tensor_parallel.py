@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from functools import cache, partial
 from typing import Any
 
@@ -189,7 +188,7 @@ def test_models_that_bring_no_plan(world: World, kind: str, stage: int) -> None:
 @on_ranks(4)
 def test_fused_projections_are_saved_in_full(world: World) -> None:
     enter(world)
-    folder = world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[0]
+    folder = world.shared_folder()
     mesh = make_mesh(tp=2, device_type="cpu")
     first = apply_tensor_parallel(built("gpt2", UNPLANNED["gpt2"], world.seed), mesh)
     first, _ = zero_ext.prepare(first, optimizer_of(first), {"stage": 3}, process_group=mesh)

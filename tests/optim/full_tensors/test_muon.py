@@ -13,7 +13,6 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.parallel.training import shared_folder
 from tests.zero.training import configuration, placed
 from zero_ext.optim.full_tensors import muon, muon_stepper
 from zero_ext.zero import engine_of
@@ -384,7 +383,7 @@ def test_resumed_in_another_stage_and_tier(world: World) -> None:
             model, zero_ext.Muon(model.parameters(), **SETTINGS), config, process_group=world.group
         )
 
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     with placed({"grads": "host", "optimizer": "nvme"}) as section:
         model, optimizer = made(3, {})
         steps(model, optimizer, 0, 3)

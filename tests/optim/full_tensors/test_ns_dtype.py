@@ -12,7 +12,6 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.optim.full_tensors.test_muon import TIERS, plain, sharded
-from tests.parallel.training import shared_folder
 from tests.zero.training import check_same, prepared
 from zero_ext.zero import engine_of
 
@@ -88,7 +87,7 @@ def test_a_checkpoint_goes_on_in_fp32(world: World) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     model, optimizer = made(3)
     steps(model, optimizer, 0, 2)
     zero_ext.save_checkpoint(folder, model)

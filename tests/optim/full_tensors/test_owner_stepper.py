@@ -16,7 +16,6 @@ from tests.checkpoint.mutations import edit_manifest
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.optim.full_tensors import full_tensor_optimizers as users
-from tests.parallel.training import shared_folder
 from tests.zero.training import configuration, placed
 from zero_ext.checkpoint import inspect_checkpoint
 from zero_ext.zero import engine_of
@@ -138,7 +137,7 @@ def test_steps_run_on_the_device_of_the_state(world: World) -> None:
         with placed(offload) as section:
             model, optimizer = prepared(world, users.Shampoo, stage, section, "stand_in")
             train(world, model, optimizer)
-            folder = shared_folder(world)
+            folder = world.shared_folder()
             zero_ext.save_checkpoint(folder, model)
             check_values(model, twin.state_dict(), stage)
             found = optimizer.state_dict()["unsharded"]
@@ -181,7 +180,7 @@ def test_resumed_in_another_stage_and_tier(world: World, name: str) -> None:
     kind = getattr(users, name)
     _, twin = plain(world, kind, 6)
     for (stage, offload), (other, other_offload) in RESUMED:
-        folder = shared_folder(world)
+        folder = world.shared_folder()
         model, optimizer = prepared(world, kind, stage, offload)
         train(world, model, optimizer, 0, 3)
         zero_ext.save_checkpoint(folder, model, async_save=stage == 0).wait()
@@ -279,7 +278,7 @@ def rename_state(fields: dict[str, Any]) -> None:
 
 @on_ranks(1, 2)
 def test_checkpoints_without_a_tensors_state_change_nothing(world: World) -> None:
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     model, optimizer = prepared(world, users.Rotated, 2, {})
     train(world, model, optimizer, 0, 2)
     zero_ext.save_checkpoint(folder, model)

@@ -17,7 +17,6 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.optim.full_tensors.full_tensor_optimizers import Shampoo
 from tests.parallel.test_muon import MIXED, SETTINGS, Blocks, assert_equal
-from tests.parallel.training import shared_folder
 from tests.zero.training import configuration, placed
 
 MICRO_BATCHES = 12  # divide by all numbers of ranks
@@ -64,7 +63,7 @@ def test_goes_on_as_if_it_had_never_stopped(world: World, name: str, saving: Lay
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (saving[0], loading[0])}
     wanted = Blocks(world.seed)
     train(wanted, made(name, wanted), 0, 1, range(4))
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     if world.rank < saving[0]:
         with placed(saving[2]) as section:
             model, optimizer = course(saving, section)

@@ -32,7 +32,6 @@ from tests.parallel.training import (
     assert_same_values,
     batches,
     mean_over,
-    shared_folder,
 )
 from zero_ext.parallel.experts import MixtureOfExperts
 from zero_ext.parallel.pipeline import LayerSpec, PipelineModule
@@ -105,7 +104,7 @@ def test_norms_count_every_expert_once(world: World) -> None:
 
 @on_ranks(4)
 def test_experts_move_to_other_ranks(world: World) -> None:
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     first = course_of(world.seed, mesh_of(2), {"stage": 3})
     first.steps(batches(world.seed, 3))
     zero_ext.save_checkpoint(folder, first.model).wait()
@@ -125,7 +124,7 @@ def test_experts_move_to_other_ranks(world: World) -> None:
 
 @on_ranks(4)
 def test_a_model_without_values_is_filled(world: World) -> None:
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     first = course_of(world.seed, mesh_of(4), {"stage": 2})
     zero_ext.save_checkpoint(folder, first.model).wait()
     with torch.device("meta"):
@@ -164,7 +163,7 @@ def pipeline_of(seed: int, mesh: DeviceMesh, stage: int) -> training.Course:
 @on_ranks(4)
 @pytest.mark.parametrize(("axis", "stage"), [("pp", 2), ("tp", 3)])
 def test_steps_and_checkpoints_on_other_axes(world: World, axis: str, stage: int) -> None:
-    folder, single = shared_folder(world), training.mesh_of_one()
+    folder, single = world.shared_folder(), training.mesh_of_one()
     data = batches(world.seed, 5)
     wanted = pipeline_of(world.seed, single, 0).steps(data)
     course = pipeline_of(world.seed, training.mesh_of(**{axis: 2, "ep": 2}), stage)

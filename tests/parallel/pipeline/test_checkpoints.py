@@ -21,7 +21,6 @@ from tests.parallel.training import (
     assert_same_values,
     batches,
     mesh_of_one,
-    shared_folder,
 )
 from zero_ext.parallel.pipeline import LayerSpec
 
@@ -47,7 +46,7 @@ class Counted(nn.Module):
 def test_a_run_goes_on_in_another_layout(
     world: World, saved: int, loaded: int, stages: tuple[int, int]
 ) -> None:
-    folder, data = shared_folder(world), batches(world.seed, STEPS, SAMPLES)
+    folder, data = world.shared_folder(), batches(world.seed, STEPS, SAMPLES)
     alone = train_alone(world.seed, SAMPLES, CLIP, STEPS)
     first = course_of(world.seed, mesh_of(saved), stages[0])
     losses = first.steps(data[:3]).losses
@@ -67,7 +66,7 @@ def test_one_rank_resumes(world: World, position: int) -> None:
         layers[position] = LayerSpec(Counted)
         return course_of(seed, mesh, stage, layers)
 
-    folder, data = shared_folder(world), batches(world.seed, STEPS, SAMPLES)
+    folder, data = world.shared_folder(), batches(world.seed, STEPS, SAMPLES)
     first = counted(world.seed, mesh_of(2), 2)
     first.steps(data[:3])
     zero_ext.save_checkpoint(folder, first.model).wait()
@@ -81,7 +80,7 @@ def test_one_rank_resumes(world: World, position: int) -> None:
 
 @on_ranks(4)
 def test_another_model_is_refused_on_all_ranks(world: World) -> None:
-    folder = shared_folder(world)
+    folder = world.shared_folder()
     first = course_of(world.seed, mesh_of(2), 1)
     zero_ext.save_checkpoint(folder, first.model, step=0).wait()
     other = course_of(world.seed, mesh_of(2), 1, specifications()[:-3] + specifications()[-2:])

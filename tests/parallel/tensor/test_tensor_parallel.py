@@ -29,7 +29,6 @@ from tests.parallel.training import (
     batches,
     loss_of,
     mean_over,
-    shared_folder,
 )
 
 WIDTH, BLOCKS = 8, 3
@@ -122,7 +121,7 @@ def test_a_rank_stores_a_shard_of_its_slice(world: World) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 1), (1, 2)])
 def test_checkpoints_load_under_another_split(world: World, saved: int, loaded: int) -> None:
-    folder, data = shared_folder(world), batches(world.seed, 6)
+    folder, data = world.shared_folder(), batches(world.seed, 6)
     first = course_of(world.seed, saved, {"stage": 3})
     first.steps(data[:3])
     zero_ext.save_checkpoint(folder, first.model).wait()

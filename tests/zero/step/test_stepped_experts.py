@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,7 +314,7 @@ def test_experts_are_stepped_as_long_as_their_gradients_live(world: World, life:
 def test_a_checkpoint_resumes_in_another_tier(world: World) -> None:
     model, optimizer = prepared(world, MixtureModel(world.seed), Course(), {})
     lazy = LazyLoop(MixtureModel(world.seed), Course())
-    folder = world.everyone(tempfile.mkdtemp())[0]
+    folder = world.shared_folder()
     for step in range(2 * len(STEPS)):
         if step == len(STEPS) - 1:
             zero_ext.save_checkpoint(folder, model, step=step)
