@@ -26,6 +26,11 @@ SHARED_SOURCES = (
     ":(exclude)zero_ext/integrations/dcp_*.py",
     ":(exclude)zero_ext/integrations/deepspeed/checkpoint_io",
 )
+# `prepare` and training steps do not import them, so they count where a benchmark names what does.
+NO_CHECKPOINTS = ":(exclude)zero_ext/checkpoint"
+_USES_CHECKPOINTS = re.compile(
+    r"zero_ext\.checkpoint\b|(save|load)_(checkpoint|weights)\b|from_pretrained\b|nvme_sweep\b"
+)
 TUNED_SETTINGS = Path("benchmarks/peers/tuned_settings")
 # They decide what is recorded and read it again. No figure depends on them.
 RECORDING = {f"benchmarks.{name}" for name in ("runs", "harness.registered", "harness.recorded")}
@@ -63,8 +68,8 @@ class Run:
 
     def sources(self) -> list[str]:
         """Paths under ROOT, as git reads them, whose changes make the result outdated: the package, the
-        script, the modules of benchmarks that it imports or starts, and theirs. Where peers have settings of
-        a sweep, those on the models of `--models`."""
+        script, the modules of benchmarks that it imports or starts, and theirs. Checkpoints count where one
+        of these uses them. Where peers have settings of a sweep, those on the models of `--models`."""
         found = [f"benchmarks/{self.module}.py"]
         for path in found:
             found += sorted(used_files(path) - set(found))
@@ -72,7 +77,9 @@ class Run:
             models = dict(pairwise(self.arguments)).get("--models", "").split(",")
             files = (TUNED_SETTINGS / f"{model}.json" for model in models)
             found += [file.as_posix() for file in files if (ROOT / file).exists()]
-        return [*SHARED_SOURCES, *sorted(found)]
+        texts = ((ROOT / path).read_text() for path in found if path.endswith(".py"))
+        checkpoints = [] if any(map(_USES_CHECKPOINTS.search, texts)) else [NO_CHECKPOINTS]
+        return [*SHARED_SOURCES, *checkpoints, *sorted(found)]
 
 
 @cache

@@ -15,7 +15,7 @@ from benchmarks import memory, offload, step
 from benchmarks.harness import recorded, registered, report
 from benchmarks.harness.environment import Start
 from benchmarks.harness.matches import Match
-from benchmarks.harness.registered import ROOT, SHARED_SOURCES, Run, run_of_command
+from benchmarks.harness.registered import NO_CHECKPOINTS, ROOT, SHARED_SOURCES, Run, run_of_command
 from benchmarks.runs import RUNS
 
 NO_BENCHMARKS = {"runs", "tuned_script"}
@@ -114,6 +114,8 @@ def test_sources_are_the_package_and_the_files_that_run(
         "peers/__init__.py": "from benchmarks.peers.tuned_settings import settings_of",
         "peers/tuned_settings.py": "import json",
         "peers/idle.py": "from benchmarks import one",
+        "saves.py": "from benchmarks.harness import saver",
+        "harness/saver.py": "import zero_ext\n\nzero_ext.save_checkpoint",
         "peers/tuned_settings/34m.json": "{}",
         "peers/tuned_settings/239m.json": "{}",
     }
@@ -126,10 +128,13 @@ def test_sources_are_the_package_and_the_files_that_run(
     def own(*arguments: str, module: str = "two") -> set[str]:
         found = Run("", module, arguments).sources()
         assert found[: len(SHARED_SOURCES)] == [*SHARED_SOURCES]
-        return {path.removeprefix("benchmarks/") for path in found[len(SHARED_SOURCES) :]}
+        checkpoints = NO_CHECKPOINTS not in found
+        assert checkpoints == (module == "saves")
+        return {path.removeprefix("benchmarks/") for path in found[len(SHARED_SOURCES) + (not checkpoints) :]}
 
     registered.used_files.cache_clear()
     assert own(module="one") == {"one.py", "harness/timer.py"}
+    assert own(module="saves") == {"saves.py", "harness/saver.py"}
     peers = {"peers/__init__.py", "peers/tuned_settings.py"}
     alone = {"two.py", "started.py", "harness/worker.py", "harness/timer.py", *peers}
     assert own() == alone
@@ -146,6 +151,25 @@ def test_sources_of_real_runs() -> None:
     }
     assert steps <= runs["step-34m"] and steps <= runs["offload"]
     assert "benchmarks/peers/tuned_settings/34m.json" in runs["step-34m"] - runs["step-239m"]
+    with_checkpoints = {run.module for run in RUNS if NO_CHECKPOINTS not in runs[run.name]}
+    assert {"checkpoint", "load", "scale", "convergence", "aio"} <= with_checkpoints
+    assert not {"step", "adam", "host_time", "trainer"} & with_checkpoints
+
+
+def test_training_does_not_import_checkpoints() -> None:
+    """Otherwise results of steps would be outdated with them."""
+    script = """
+import sys, torch, zero_ext
+for stage in range(4):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = zero_ext.prepare(model, optimizer, {"stage": stage})
+    model.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+print([name for name in sys.modules if name.startswith(("zero_ext.checkpoint", "zero_ext.zero.engine"))])
+"""
+    found = subprocess.run([sys.executable, "-c", script], check=True, text=True, capture_output=True).stdout
+    assert "zero_ext.zero.engine" in found and "zero_ext.checkpoint" not in found
 
 
 def test_runs_of_tuned_peers_name_their_models() -> None:
