@@ -33,3 +33,13 @@ def no_process_group_for_other_modules() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_environment_for_other_tests() -> Iterator[None]:
+    """Launchers of libraries leave ranks and addresses in it, from which others begin groups."""
+    before = {**os.environ}
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)

@@ -68,8 +68,6 @@ def build_model() -> nn.Module:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, from which Lightning, TRL and others choose where to write."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
