@@ -14,15 +14,17 @@ from typing import NamedTuple
 
 import torch
 
-from zero_ext.checkpoint.files import CheckpointError, IoThread, aligned_block, open_regular, raw_view
+from zero_ext.checkpoint.files import CheckpointError, IoThread, open_regular, raw_view
 from zero_ext.checkpoint.format.manifest import Manifest, SliceRecord, slice_bytes
+from zero_ext.ops.host_memory import host_buffer
 from zero_ext.ops.storage import crc32c
 
 _BATCH_BYTES = 2 << 20  # small enough to be hashed while still in the processor's cache
-_READ_AHEAD_BYTES = 256 << 20
 _BATCH_CHUNKS = 512  # each is one entry of a scattered read; systems allow 1024
 _ALIGNMENT = 64
-_WORKERS = 2  # one hashes while the other waits for the disk; both copy where the page cache has it all
+# Some hash while others wait for the disk, which answers several requests at once. That is faster than
+# POSIX_FADV_WILLNEED, for which Linux fills the page cache in its smallest units.
+_WORKERS = 4
 _BATCHES_AHEAD = 2 * _WORKERS
 
 
@@ -50,14 +52,6 @@ class ReadChunk(NamedTuple):
     request: int
     data: torch.Tensor
     crc32c: int | None
-
-
-class _ByteRange(NamedTuple):
-    """Bytes of a file that follow one another."""
-
-    file: int
-    offset: int
-    size: int
 
 
 def slice_chunks(record: SliceRecord, chunk_bytes: int, first: int, end: int) -> Iterator[Chunk]:
@@ -108,19 +102,12 @@ class ChunkReader:
             sum(_aligned(reads[index].chunk.size) for index in batch if reads[index].target is None)
             for batch in batches
         ]
-        scratch = [aligned_block(max(*sizes, 1)) for _ in batches[: _BATCHES_AHEAD + 1]]
+        scratch = [host_buffer(max(*sizes, 1)) for _ in batches[: _BATCHES_AHEAD + 1]]
         with ExitStack() as running:
             workers = [running.enter_context(IoThread("read chunks")) for _ in range(_WORKERS)]
             pending: deque[Future[list[ReadChunk]]] = deque()
-            announced, ahead_bytes = 0, 0
             for number, batch in enumerate(batches):
-                ahead = []
-                while announced < len(batches) and ahead_bytes < _READ_AHEAD_BYTES:
-                    ahead.append(_byte_range(reads, batches[announced]))
-                    ahead_bytes += ahead[-1].size
-                    announced += 1
-                ahead_bytes -= _byte_range(reads, batch).size
-                fetch = partial(self._fetch, reads, batch, ahead, scratch[number % len(scratch)])
+                fetch = partial(self._fetch, reads, batch, scratch[number % len(scratch)])
                 pending.append(workers[number % _WORKERS].submit(fetch))
                 if len(pending) > _BATCHES_AHEAD:
                     yield from pending.popleft().result()
@@ -145,15 +132,8 @@ class ChunkReader:
         )
 
     def _fetch(
-        self,
-        reads: Sequence[ChunkRequest],
-        batch: Sequence[int],
-        ahead: Sequence[_ByteRange],
-        scratch: torch.Tensor,
+        self, reads: Sequence[ChunkRequest], batch: Sequence[int], scratch: torch.Tensor
     ) -> list[ReadChunk]:
-        # The kernel's own read-ahead keeps few requests in flight; a fast disk answers many at once.
-        for file, begin, size in ahead:
-            os.posix_fadvise(self._descriptor(file), begin, size, os.POSIX_FADV_WILLNEED)
         targets = _targets([reads[index] for index in batch], scratch)
         first = reads[batch[0]].chunk
         views = [raw_view(target) for target in targets]
@@ -188,7 +168,8 @@ class ChunkReader:
     def _descriptor(self, file: int) -> int:
         with self._opening:
             if file not in self._descriptors:
-                self._descriptors[file] = open_regular(self._paths[file])
+                self._descriptors[file] = descriptor = open_regular(self._paths[file])
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             return self._descriptors[file]
 
 
@@ -207,11 +188,6 @@ def _batches(reads: Sequence[ChunkRequest]) -> Iterator[list[int]]:
         size += chunk.size
     if batch:
         yield batch
-
-
-def _byte_range(reads: Sequence[ChunkRequest], batch: Sequence[int]) -> _ByteRange:
-    first, last = reads[batch[0]].chunk, reads[batch[-1]].chunk
-    return _ByteRange(first.file, first.offset, last.offset + last.size - first.offset)
 
 
 def _targets(reads: Sequence[ChunkRequest], scratch: torch.Tensor) -> list[torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import queue
 import reprlib
@@ -198,11 +197,6 @@ def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
         )
     if source.numel():
         ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
-
-
-def aligned_block(size: int) -> torch.Tensor:
-    """Return a page-aligned uint8 [size] block, as direct I/O needs it."""
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 class IoThread:

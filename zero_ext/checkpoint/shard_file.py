@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from zero_ext.checkpoint.files import Filesystem, IoThread, aligned_block, byte_view, copy_bytes, raw_view
+from zero_ext.checkpoint.files import Filesystem, IoThread, byte_view, copy_bytes, raw_view
 from zero_ext.checkpoint.format.manifest import FileRecord, SliceRecord, shard_file_name
 from zero_ext.checkpoint.format.state_source import BUFFER, TensorSlice
 from zero_ext.checkpoint.format.tensor_files import TensorEntry, dtype_name, encode_header
@@ -145,7 +145,8 @@ class StreamWriter:
     def __init__(self, filesystem: Filesystem, path: Path) -> None:
         self._filesystem = filesystem
         self._path = path
-        self._blocks = [aligned_block(filesystem.block_bytes) for _ in range(_BLOCKS)]
+        # On huge pages, which direct I/O maps in a fraction of the time that small ones take.
+        self._blocks = [host_buffer(filesystem.block_bytes) for _ in range(_BLOCKS)]
         self._writes: list[Future[None] | None] = [None] * _BLOCKS
         self._block = 0
         self._filled = 0
