@@ -247,11 +247,11 @@ def judge_storages(storages: Sequence[Passes], nbytes: int) -> tuple[Table, list
     count = len(tensor_sizes(nbytes))
     moved = sum(tensor_sizes(nbytes))
     note = (
-        f"{count} tensors of 4 KiB to 11 MiB (layers of the 239M Llama in float32), {WINDOW} under way at "
-        f"once; p99: from a tensor's start to its end. Arena: above 1 it is better than this; no worse means "
-        f"at least {ARENA_BAR:.2f} in all three, asked against a file per tensor. The arena's space is "
-        "written once at set-up. The processor time of the loop device's kernel threads belongs to no "
-        "process and is not counted."
+        f"{count} tensors of 4 KiB to 11 MiB (layers of the 239M Llama in float32). {WINDOW} are always "
+        "under way. p99 is the time from a tensor's start to its end. Where a ratio is above 1, the arena is "
+        f"better. No worse means at least {ARENA_BAR:.2f} in all three, asked against a file per tensor. The "
+        "arena's space is written once at set-up. The processor time of the loop device's kernel threads "
+        "belongs to no process and is not counted."
     )
     columns = ["", "set-up s", "GB/s", "CPU s/GB", "p99, ms", "arena: GB/s", "CPU", "p99", "no worse"]
     table = Table(f"Where tensors lie: {moved / 1e9:.2f} GB", columns, note=note)
@@ -310,8 +310,8 @@ def main(
     tables = [table for table, _ in results]
     rows = [row for _, figures in results for row in figures]
     note = (
-        f"Medians of {rounds} rounds. A ratio is that of two passes right after each other, in one order and "
-        "the other by turns; its median over the rounds with its 95% interval."
+        f"Medians of {rounds} rounds. A ratio is that of two passes right after each other, whose order "
+        "alternates. It is the median over the rounds with its 95% interval."
     )
     tables[0].note = " ".join([note, *(f"Not measured: {line}." for line in missing)])
     environment = describe() | {"load average at the end": f"{os.getloadavg()[0]:.2f}"}

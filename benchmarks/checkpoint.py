@@ -264,7 +264,7 @@ def judge(title: str, contenders: list[Contender], nbytes: int) -> tuple[Table, 
     """The table and the figures."""
     ours = contenders[0]
     note = (
-        f"Medians of {len(ours.seconds)} rounds, all in turn in each; ratios are medians of the rounds' "
+        f"Medians of {len(ours.seconds)} rounds, in which all take turns. Ratios are medians of the rounds' "
         f"ratios (95% interval). Bar: {SPEED_BAR:.2f} of the plain speed."
     )
     table = Table(title, ["", "s", "GB/s", "zero_ext's speed against it", "bar met"], note=note)

@@ -54,7 +54,7 @@ def own_table(rows: Sequence[Row]) -> Table:
         ("model and contender", "results", "measured ms", "simulated ms", "error"),
         note="Two ranks of one thread, or one of two (@1). Fitted: a figure of the machine was chosen by this"
         " row. huge@1 is the first step of a process, with 8-bit moments: the model knows neither first"
-        " touches nor quantizing, nor what the device sustains over 100 GB; it is not known which it is.",
+        " touches nor quantizing, nor what the device sustains over 100 GB. Which of them it is is unknown.",
     )
     for row in rows:
         error = "fitted" if row.fitted else f"{row.error:+.1%}"
@@ -69,10 +69,10 @@ def scaling_table(found: Sequence[Simulation]) -> Table:
     table = Table(
         f"{model} on {machine}, batch of {batch} a GPU",
         ("GPUs", "placement", "s/step", "tokens/s a GPU", "TFLOP/s a GPU", "PFLOP/s", "hidden", "of perfect"),
-        note="The fastest placement that fits: tiers of parameters, gradients, optimizer; activations are"
+        note="The fastest placement that fits: tiers of parameters, gradients, optimizer. Activations are"
         " recomputed from outputs kept in host memory. Hidden: the share of all work beside computing that"
         " runs beside something else. Of perfect: tokens/s a GPU against"
-        f" {found[0].training.world_size} GPUs; above 100% is superlinear.",
+        f" {found[0].training.world_size} GPUs. Above 100% is superlinear.",
     )
     for one in found:
         training, rate = one.training, one.flops_per_second
@@ -96,7 +96,7 @@ def speed_table() -> tuple[Table, dict[str, float]]:
     table = Table(
         "Simulating 1,024 ranks",
         ("model", "tasks", "seconds", f"< {SECONDS_BAR:.0f} s"),
-        note="Ranks are alike, so one is simulated, with what its collectives cost among all; stragglers are"
+        note="Ranks are alike, so one is simulated, with what its collectives cost among all. Stragglers are"
         " not modeled.",
     )
     found = {}
