@@ -128,9 +128,9 @@ def test_sources_are_the_package_and_the_files_that_run(
     def own(*arguments: str, module: str = "two") -> set[str]:
         found = Run("", module, arguments).sources()
         assert found[: len(SHARED_SOURCES)] == [*SHARED_SOURCES]
-        checkpoints = NO_CHECKPOINTS not in found
-        assert checkpoints == (module == "saves")
-        return {path.removeprefix("benchmarks/") for path in found[len(SHARED_SOURCES) + (not checkpoints) :]}
+        paths = {*found[len(SHARED_SOURCES) :]}
+        assert (NO_CHECKPOINTS in paths) == (module != "saves")
+        return {path.removeprefix("benchmarks/") for path in paths - {NO_CHECKPOINTS}}
 
     registered.used_files.cache_clear()
     assert own(module="one") == {"one.py", "harness/timer.py"}

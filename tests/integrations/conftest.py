@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,8 +39,5 @@ def no_process_group_for_other_modules() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_environment_for_other_tests() -> Iterator[None]:
     """Launchers of libraries leave ranks and addresses in it, from which others begin groups."""
-    before = {**os.environ}
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+    with unittest.mock.patch.dict(os.environ):
+        yield
