@@ -138,7 +138,8 @@ def test_equals_torchs_own(world: World, stage: int, offload: dict[str, Any]) ->
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("shape", [(1030, 1040), (1040, 1030)])
+@pytest.mark.parametrize("shape", [(260, 270), (270, 260)])
+@mock.patch.object(muon, "LEAST_PANEL", 64)  # large products take long on CPUs without bf16 instructions
 def test_symmetric_products_by_panels(generator: torch.Generator, shape: tuple[int, int]) -> None:
     """Bits may differ from torch's: bfloat16 amplifies what rounds apart."""
     parameter = nn.Parameter(torch.zeros(shape))
