@@ -1,5 +1,5 @@
-"""Pipelines and split tensors: how full a pipeline is, what the engine costs over torch's own parts, and
-what ZeRO sends inside a pipeline.
+"""Pipelines, split tensors, sequences and experts: how full a pipeline is, what the engine costs over torch's
+own parts, and what ZeRO sends inside a pipeline.
 
 Run from the repository root: python -m benchmarks.parallel [--width 512] [--blocks 12] [--rounds 5]
 """
@@ -17,6 +17,7 @@ from benchmarks.harness.parallel_trainers import Shape
 from benchmarks.harness.ranks import Team
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import Ratio, ratio_of_rounds
+from benchmarks.harness.token_trainers import CHOICES, EXPERTS
 from zero_ext.parallel.pipeline import Slot, bubble_bound, busy_fraction, replay
 
 WORKER = "benchmarks.harness.parallel_rank"
@@ -30,6 +31,8 @@ STARTS = 4
 AGAINST = {
     "torch-pp": ("zero-pp-0", "zero-pp-2", "zero-pp-3"),
     "torch-tp": ("zero-tp-0", "zero-tp-2", "zero-tp-3"),
+    "torch-cp": ("zero-cp-0", "zero-cp-2", "zero-cp-3"),
+    "torch-ep": ("zero-ep-0", "zero-ep-2", "zero-ep-3"),
 }
 TRAFFIC = (
     (0, "per_step"),
@@ -188,9 +191,14 @@ def overhead_table(found: dict[str, dict[str, Any]]) -> Table:
         note=f"Medians of rounds in turn, in {STARTS} starts of processes that hold one of torch's and those "
         "against it; ratios are medians of the rounds' ratios, with their 95% interval. The same layers, "
         "schedule, "
-        "splits and batches. torch: its schedule with its fused AdamW, or parallelize_module with its AdamW "
-        "as it comes, as the fused one refuses split tensors beside others. The number is ZeRO's stage; it "
-        "has one replica.",
+        "splits and batches. torch-pp: its schedule with its fused AdamW. torch-tp: parallelize_module with "
+        "its AdamW as it comes, as the fused one refuses split tensors beside others. torch-cp: heads "
+        "exchanged around attention by its all-to-all with autograd, DDP and its fused AdamW. All tokens of "
+        f"a step are one sequence. torch-ep: the same with {EXPERTS} experts in each block, {CHOICES} for a "
+        "token. Its context_parallel has no attention for CPUs. The number is ZeRO's stage. It shards "
+        "over both ranks with cp and ep, and has one replica with pp and tp. Torch sends through gloo. "
+        "zero_ext sends activations of stages, partial sums of split tensors and tokens of experts in the "
+        "same way, and all else directly.",
     )
     for kind, each in found.items():
         row = ["", "", ""]
@@ -249,7 +257,7 @@ def main(
     }
     data["traffic"] = sent
     tables = [fullness_table(simulations, runs, exchange), overhead_table(costs), traffic_table(sent)]
-    conclude(console, "parallel", "Pipelines and split tensors", tables, data, failures)
+    conclude(console, "parallel", "Pipelines, split tensors, sequences, experts", tables, data, failures)
 
 
 if __name__ == "__main__":

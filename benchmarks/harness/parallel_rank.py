@@ -1,21 +1,57 @@
-"""A rank of pipelines and split tensors; driven by a team."""
+"""A rank of pipelines, split tensors, sequences and experts; driven by a team."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.harness.parallel_trainers import Shape, Trainer, ZeroPipeline, trainer
+from benchmarks.harness.parallel_trainers import (
+    Shape,
+    TorchPipeline,
+    TorchTensors,
+    Trainer,
+    ZeroPipeline,
+    ZeroTensors,
+)
+from benchmarks.harness.token_trainers import TorchTokens, ZeroTokens
 from benchmarks.harness.worker import main
 from zero_ext.parallel import make_mesh
 from zero_ext.zero import engine_of
 
-COMMANDS = ("start", "make", "steps", "losses", "slots", "stage_seconds", "exchange_seconds", "traffic")
+COMMANDS = ("start", "make", "steps", "slots", "stage_seconds", "exchange_seconds", "traffic")
+TORCH: dict[str, Callable[[Shape, DeviceMesh], Trainer]] = {
+    "pp": TorchPipeline,
+    "tp": TorchTensors,
+    "cp": partial(TorchTokens, axis="cp"),
+    "ep": partial(TorchTokens, axis="ep"),
+}
+ZERO: dict[str, Callable[..., Trainer]] = {
+    "pp": ZeroPipeline,
+    "tp": ZeroTensors,
+    "cp": partial(ZeroTokens, axis="cp"),
+    "ep": partial(ZeroTokens, axis="ep"),
+}
+
+
+def shape_of(kind: str, shape: Shape) -> Shape:
+    """That of a contender: sequences over ranks are long ones."""
+    return shape.one_window() if "-cp" in kind else shape
+
+
+def trainer(kind: str, shape: Shape, ranks: int) -> Trainer:
+    """The contender called `kind`, on so many ranks: torch's along an axis of the mesh, "torch-cp", or
+    zero_ext's with the stage behind it, "zero-pp-2"."""
+    who, axis, *stage = kind.split("-")
+    shape, mesh = shape_of(kind, shape), make_mesh({axis: ranks})
+    return TORCH[axis](shape, mesh) if who == "torch" else ZERO[axis](shape, mesh, stage=int(stage[0]))
 
 
 class ParallelRank:
@@ -34,7 +70,8 @@ class ParallelRank:
 
     def steps(self, kind: str, count: int) -> float:
         """Seconds of so many steps, between two barriers."""
-        batches = [self.shape.batch(self.steps_done[kind] + number) for number in range(count)]
+        shape = shape_of(kind, self.shape)
+        batches = [shape.batch(self.steps_done[kind] + number) for number in range(count)]
         self.steps_done[kind] += count
         dist.barrier()
         began = time.perf_counter()

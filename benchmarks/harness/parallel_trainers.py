@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +13,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import zero_ext
 from examples.demo_3d.model import BYTES, Block, Positions, apply_tensor_parallel, loss
-from zero_ext.parallel import make_mesh
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, layer_seed
 
 SEED = 7
@@ -45,6 +43,11 @@ class Shape:
     def weights(self) -> list[float]:
         """What each layer costs beside a block, for the cut into stages: the ends cost next to nothing."""
         return [0.01, 0.01, *(1.0 for _ in range(self.blocks)), 0.01, 0.02]
+
+    def one_window(self) -> Shape:
+        """As many tokens in a single window."""
+        tokens = self.micro_batches * self.samples * self.window
+        return replace(self, window=tokens, micro_batches=1, samples=1)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Windows [micro_batches · samples, window] and the bytes that follow."""
@@ -123,19 +126,6 @@ class TorchTensors(ZeroTensors):
     def __init__(self, shape: Shape, mesh: DeviceMesh) -> None:
         self.model = _split(shape, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
-
-
-def trainer(kind: str, shape: Shape, ranks: int) -> Trainer:
-    """The contender called `kind`, on so many ranks.
-
-    "torch-pp", "torch-tp", or zero_ext's with the stage behind it: "zero-pp-2", "zero-tp-3".
-    """
-    who, axis, *stage = kind.split("-")
-    mesh = make_mesh({axis: ranks})
-    if who == "torch":
-        return TorchPipeline(shape, mesh) if axis == "pp" else TorchTensors(shape, mesh)
-    own = partial(ZeroPipeline if axis == "pp" else ZeroTensors, shape, mesh)
-    return own(int(stage[0]))
 
 
 def _pipelined(shape: Shape, mesh: DeviceMesh) -> PipelineModule:
