@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -62,7 +60,7 @@ def test_the_page_runs(world: World) -> None:
         page.run_next(inputs=words, targets=words, cross_entropy=cross_entropy, mesh=make_mesh(pp=2))
         assert names["loss"].isfinite() and names["held_out"] < names["loss"]
 
-        folder = Path(world.shared_folder())
+        folder = world.shared_folder()
         if world.rank == 0:
             llama(world.seed).save_pretrained(folder)
         world.barrier()

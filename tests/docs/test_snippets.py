@@ -297,7 +297,7 @@ class Tokens(nn.Module):
 @on_ranks(4)
 def test_calls(world: World) -> None:
     torch.manual_seed(world.seed)
-    folder = Path(world.shared_folder())
+    folder = world.shared_folder()
     batches = [{"x": torch.randn(4)} for _ in range(8)]
     resolved = {
         "train_micro_batch_size_per_gpu": 2,

@@ -11,7 +11,7 @@ from transformers import MixtralForCausalLM, Trainer
 import zero_ext
 from tests.features.sharding import Found, on_host
 from tests.integrations.transformers.mixtures import mixture_of, optimizer_of
-from tests.integrations.transformers.models import Sentences, arguments, column, enter, llama, shared_folder
+from tests.integrations.transformers.models import Sentences, arguments, column, enter, llama
 from tests.multi.rank import World
 from zero_ext.integrations.transformers import ZeroTrainerMixin, from_pretrained
 from zero_ext.parallel import make_mesh
@@ -27,26 +27,26 @@ def trainer(world: World, device: str, adapters: bool, config: dict[str, Any]) -
     enter(world)
     kind: Any = ZeroTrainer
     found: Found = {}
-    with shared_folder(world) as folder:
-        settings: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-        for resumed in (None, str(folder / "checkpoint-2")):
-            model: nn.Module = llama(world.seed, attn_implementation="eager")
-            if adapters:
-                from tests.integrations.peft.models import with_adapters
-                from zero_ext.integrations.peft import ZeroPeftTrainer
+    folder = world.shared_folder()
+    settings: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    for resumed in (None, str(folder / "checkpoint-2")):
+        model: nn.Module = llama(world.seed, attn_implementation="eager")
+        if adapters:
+            from tests.integrations.peft.models import with_adapters
+            from zero_ext.integrations.peft import ZeroPeftTrainer
 
-                kind, model = ZeroPeftTrainer, with_adapters(model, world.seed)
-            training_arguments = arguments(folder, **settings)
-            training_arguments.__dict__["_setup_devices"] = torch.device(device)
-            made = kind(
-                model=model,
-                args=training_arguments,
-                train_dataset=Sentences(32, world.seed),
-                zero_config=config,
-            )
-            made.train(resume_from_checkpoint=resumed)
-            assert engine_of(made.model).device.type == device
-            found[f"resumed from {bool(resumed)}"] = column(made, "loss")
+            kind, model = ZeroPeftTrainer, with_adapters(model, world.seed)
+        training_arguments = arguments(folder, **settings)
+        training_arguments.__dict__["_setup_devices"] = torch.device(device)
+        made = kind(
+            model=model,
+            args=training_arguments,
+            train_dataset=Sentences(32, world.seed),
+            zero_config=config,
+        )
+        made.train(resume_from_checkpoint=resumed)
+        assert engine_of(made.model).device.type == device
+        found[f"resumed from {bool(resumed)}"] = column(made, "loss")
     return found
 
 
@@ -54,13 +54,13 @@ def spread_loading(world: World, device: str, config: dict[str, Any]) -> Found:
     """Experts that are spread over two ranks, from the files of a full model."""
     enter(world)
     mesh = make_mesh(ep=2, device_type=device)
-    with shared_folder(world) as folder:
-        if world.rank == 0:
-            mixture_of("mixtral", world.seed).save_pretrained(folder)
-        world.barrier()
-        model = from_pretrained(MixtralForCausalLM, folder, config, process_group=mesh)
-        if config["stage"] < 3:
-            model.to(device)
-        prepared, _ = zero_ext.prepare(model, optimizer_of(model), config, process_group=mesh)
-        assert engine_of(prepared).device.type == device
-        return on_host(zero_ext.full_state_dict(prepared))
+    folder = world.shared_folder()
+    if world.rank == 0:
+        mixture_of("mixtral", world.seed).save_pretrained(folder)
+    world.barrier()
+    model = from_pretrained(MixtralForCausalLM, folder, config, process_group=mesh)
+    if config["stage"] < 3:
+        model.to(device)
+    prepared, _ = zero_ext.prepare(model, optimizer_of(model), config, process_group=mesh)
+    assert engine_of(prepared).device.type == device
+    return on_host(zero_ext.full_state_dict(prepared))

@@ -212,7 +212,7 @@ def test_a_forked_child_leaves_the_files_alone(tmp_path: Path) -> None:
 
 @on_ranks(1, 2)
 def test_who_writes_what(world: World) -> None:
-    folder = Path(world.shared_folder())
+    folder = world.shared_folder()
     monitor = {
         "output_dir": f"{folder}/run",
         "csv": f"{folder}/else/where.csv",

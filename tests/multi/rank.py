@@ -55,9 +55,9 @@ class World(NamedTuple):
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def shared_folder(self) -> str:
+    def shared_folder(self) -> Path:
         """A new folder, the same on all ranks, which goes with their pool."""
-        return str(self.everyone(tempfile.mkdtemp() if self.rank == 0 else None)[0])
+        return Path(self.everyone(tempfile.mkdtemp() if self.rank == 0 else None)[0])
 
     def barrier(self) -> None:
         """Waits for all ranks."""

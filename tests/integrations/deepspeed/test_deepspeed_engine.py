@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,7 +179,7 @@ def test_masters_are_read_and_set_without_rounding(world: World) -> None:
 
 @on_ranks(ALL)
 def test_checkpoints_under_deepspeeds_names(world: World) -> None:
-    folder = Path(world.shared_folder())
+    folder = world.shared_folder()
     engine = engine_of(world, 3)
     assert engine.load_checkpoint(folder) == (None, {})
     state = {"epoch": 3, "best": 0.5, "order": torch.arange(5), "names": ["a", None]}
@@ -288,7 +287,7 @@ def test_parameters_of_stage_3(world: World) -> None:
 
 @on_ranks(ALL)
 def test_initialize_accepts_arguments_as_deepspeed_does(world: World) -> None:
-    folder = Path(world.shared_folder())
+    folder = world.shared_folder()
     path = folder / f"config-{world.rank}.json"
     path.write_text(json.dumps(config_of(2)))
     arguments = SimpleNamespace(deepspeed_config=str(path), local_rank=0)

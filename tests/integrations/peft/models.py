@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import bitsandbytes
@@ -13,8 +9,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from tests.multi.rank import World
 
 VOCABULARY, TIME = 64, 12
 
@@ -80,11 +74,3 @@ def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """The model's own loss of predicting each id."""
     found: torch.Tensor = model(input_ids=ids, labels=ids).loss
     return found
-
-
-@contextlib.contextmanager
-def shared_folder(world: World) -> Iterator[Path]:
-    """An empty folder that all ranks see, gone at the end."""
-    with tempfile.TemporaryDirectory() as own:
-        yield Path(world.everyone(own)[0])
-        world.barrier()

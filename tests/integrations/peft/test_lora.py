@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 import zero_ext
-from tests.integrations.peft.models import base, batch, lora, loss, shared_folder, with_adapters
+from tests.integrations.peft.models import base, batch, lora, loss, with_adapters
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.training import adamw, configuration
@@ -57,28 +57,28 @@ def test_training_saving_loading_and_merging(world: World, tier: str) -> None:
     model = copy.deepcopy(twin)
     wanted = curve(world, twin, trainable(twin), 6, everyone=True)
     assert wanted[4] < wanted[0]
-    with shared_folder(world) as folder:
-        tiers = {
-            "device": {},
-            "host": HOST,
-            "nvme": {**dict.fromkeys(HOST, "nvme"), "nvme_paths": [str(folder)]},
-        }
-        config = configuration(3, units=SHARDED, offload=tiers[tier])
-        same, optimizer = prepare(model, trainable(model), config, process_group=world.group)
-        assert same is model
-        check_same(curve(world, model, optimizer, 6, everyone=False), wanted)
-        _check_only_adapters_cost(model, tier)
-        model.save_pretrained(folder / "adapter")
-        world.barrier()
-        _check_saved(model, twin, world.seed, folder / "adapter", changes)
-        with pytest.raises(RuntimeError, match=r"zero_ext\.gathered\(model, modifier_rank=0\)"):
-            model.merge_and_unload()
-        with pytest.raises(RuntimeError, match="before prepare"):
-            model.add_adapter("other", model.peft_config["default"])
-        ids = batch(world.seed, 9, 0, 0)
-        with zero_ext.gathered(model, modifier_rank=0):
-            merged = model.merge_and_unload()
-            merged_state = {name: value.clone() for name, value in merged.state_dict().items()}
+    folder = world.shared_folder()
+    tiers = {
+        "device": {},
+        "host": HOST,
+        "nvme": {**dict.fromkeys(HOST, "nvme"), "nvme_paths": [str(folder)]},
+    }
+    config = configuration(3, units=SHARDED, offload=tiers[tier])
+    same, optimizer = prepare(model, trainable(model), config, process_group=world.group)
+    assert same is model
+    check_same(curve(world, model, optimizer, 6, everyone=False), wanted)
+    _check_only_adapters_cost(model, tier)
+    model.save_pretrained(folder / "adapter")
+    world.barrier()
+    _check_saved(model, twin, world.seed, folder / "adapter", changes)
+    with pytest.raises(RuntimeError, match=r"zero_ext\.gathered\(model, modifier_rank=0\)"):
+        model.merge_and_unload()
+    with pytest.raises(RuntimeError, match="before prepare"):
+        model.add_adapter("other", model.peft_config["default"])
+    ids = batch(world.seed, 9, 0, 0)
+    with zero_ext.gathered(model, modifier_rank=0):
+        merged = model.merge_and_unload()
+        merged_state = {name: value.clone() for name, value in merged.state_dict().items()}
     plain = base(0)
     plain.load_state_dict(merged_state)
     assert torch.allclose(plain(input_ids=ids).logits, twin(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
@@ -153,42 +153,42 @@ def _check_saved(model: PeftModel, twin: PeftModel, seed: int, folder: Path, cha
 
 @on_ranks(2)
 def test_an_existing_adapter_loads_stored_weights(world: World) -> None:
-    with shared_folder(world) as folder:
-        source = with_adapters(base(world.seed), world.seed + 5)
-        if world.rank == 0:
-            source.save_pretrained(str(folder / "one"))
-            with_adapters(base(world.seed), 1, r=2).save_pretrained(str(folder / "smaller"))
-            with_adapters(base(world.seed), 1, target_modules=["k_proj"]).save_pretrained(
-                str(folder / "elsewhere")
-            )
-        world.barrier()
-        model = with_adapters(base(world.seed), world.seed)
-        prepare(model, trainable(model), configuration(3, units=SHARDED), process_group=world.group)
-        before = adapter_state_dict(model, rank0_only=False)
-        for wrong, pattern in (("smaller", "shape"), ("elsewhere", "another adapter")):
-            with pytest.raises(ValueError, match=pattern):
-                load_adapter_weights(model, folder / wrong)
-        after = adapter_state_dict(model, rank0_only=False)
-        assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-        load_adapter_weights(model, folder / "one")
-        ids = batch(world.seed, 0, 0, 0)
-        assert torch.allclose(model(input_ids=ids).logits, source(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
-        with pytest.raises(ValueError, match="got 'other'"):
-            load_adapter_weights(model, folder / "one", "other")
+    folder = world.shared_folder()
+    source = with_adapters(base(world.seed), world.seed + 5)
+    if world.rank == 0:
+        source.save_pretrained(str(folder / "one"))
+        with_adapters(base(world.seed), 1, r=2).save_pretrained(str(folder / "smaller"))
+        with_adapters(base(world.seed), 1, target_modules=["k_proj"]).save_pretrained(
+            str(folder / "elsewhere")
+        )
+    world.barrier()
+    model = with_adapters(base(world.seed), world.seed)
+    prepare(model, trainable(model), configuration(3, units=SHARDED), process_group=world.group)
+    before = adapter_state_dict(model, rank0_only=False)
+    for wrong, pattern in (("smaller", "shape"), ("elsewhere", "another adapter")):
+        with pytest.raises(ValueError, match=pattern):
+            load_adapter_weights(model, folder / wrong)
+    after = adapter_state_dict(model, rank0_only=False)
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    load_adapter_weights(model, folder / "one")
+    ids = batch(world.seed, 0, 0, 0)
+    assert torch.allclose(model(input_ids=ids).logits, source(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="got 'other'"):
+        load_adapter_weights(model, folder / "one", "other")
 
 
 @on_ranks(2)
 def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(world: World) -> None:
     model = with_adapters(base(world.seed), world.seed)
     prepare(model, None, configuration(3), process_group=world.group)
-    with shared_folder(world) as folder:
-        if world.rank == 0:
-            (folder / "file").write_text("")
-        world.barrier()
-        with pytest.raises((ValueError, RuntimeError), match=r"writing the adapter|not a file"):
-            model.save_pretrained(str(folder / "file"))
-        with pytest.raises(TypeError, match=r"expected a peft\.PeftModel"):
-            prepare(base(0), None, configuration(3), process_group=world.group)  # type: ignore[arg-type]
+    folder = world.shared_folder()
+    if world.rank == 0:
+        (folder / "file").write_text("")
+    world.barrier()
+    with pytest.raises((ValueError, RuntimeError), match=r"writing the adapter|not a file"):
+        model.save_pretrained(str(folder / "file"))
+    with pytest.raises(TypeError, match=r"expected a peft\.PeftModel"):
+        prepare(base(0), None, configuration(3), process_group=world.group)  # type: ignore[arg-type]
 
 
 def test_a_trainer_that_does_not_know_adapters_says_which_does(tmp_path: Path) -> None:

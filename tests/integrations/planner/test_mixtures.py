@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import zero_ext
-from tests.integrations.transformers.models import enter, shared_folder
+from tests.integrations.transformers.models import enter
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.parallel import apply_expert_parallel, make_mesh
@@ -147,11 +147,11 @@ def test_bytes_are_those_of_a_run(world: World, family: str) -> None:
     enter(world)
     seed = random.Random(world.seed).randrange(10**6)
     config = config_of(family)
-    with shared_folder(world) as folder:
-        if world.rank == 0:
-            config.save_pretrained(folder)
-        world.barrier()
-        planned = model_named(str(folder), LENGTH)
+    folder = world.shared_folder()
+    if world.rank == 0:
+        config.save_pretrained(folder)
+    world.barrier()
+    planned = model_named(str(folder), LENGTH)
     for ep, stage, steps in ((1, 3, 1), (2, 3, 1), (4, 3, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)):
         assert_planned(world, planned.with_experts_over(ep), config, stage, steps, seed)
 

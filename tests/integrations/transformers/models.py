@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +120,3 @@ def largest_difference(found: list[float], wanted: list[float]) -> float:
 def reloaded(folder: str | Path, model: PreTrainedModel) -> PreTrainedModel:
     """What transformers alone reads from ``folder``."""
     return type(model).from_pretrained(folder).eval()
-
-
-@contextlib.contextmanager
-def shared_folder(world: World) -> Iterator[Path]:
-    """An empty folder that all ranks see, gone at the end."""
-    with tempfile.TemporaryDirectory() as own:
-        yield Path(world.everyone(own)[0])
-        world.barrier()

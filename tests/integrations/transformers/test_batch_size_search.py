@@ -20,7 +20,6 @@ from tests.integrations.transformers.models import (
     fitted,
     largest_difference,
     llama,
-    shared_folder,
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -90,7 +89,8 @@ SEARCHED = {**SETTINGS, "per_device_train_batch_size": 6, "auto_find_batch_size"
 def test_one_rank_trains_with_the_batch_that_fits(world: World, phase: str) -> None:
     enter(world)
     data, small = Sentences(60, 1), {**SETTINGS, "per_device_train_batch_size": LARGEST}
-    with shared_folder(world) as folder, cheap_garbage_collection():
+    folder = world.shared_folder()
+    with cheap_garbage_collection():
         for name, config in CONFIGS.items():
             wanted = fitted(ZeroTrainer, llama(1), folder, data, config, **small)
             found = fitted(on_small_device(ZeroTrainer, phase), llama(1), folder, data, config, **SEARCHED)
@@ -105,7 +105,8 @@ def test_one_rank_trains_with_the_batch_that_fits(world: World, phase: str) -> N
 def test_a_later_error_goes_on_from_the_weights_as_in_the_plain_trainer(world: World, phase: str) -> None:
     enter(world)
     kinds = ((Trainer, None), *((ZeroTrainer, config) for config in CONFIGS.values()))
-    with shared_folder(world) as folder, cheap_garbage_collection():
+    folder = world.shared_folder()
+    with cheap_garbage_collection():
         plain, *sharded = (
             fitted(on_small_device(kind, phase, 4), llama(1), folder, Sentences(60, 1), config, **SEARCHED)
             for kind, config in kinds
@@ -122,7 +123,8 @@ def test_a_later_error_goes_on_from_the_weights_as_in_the_plain_trainer(world: W
 def test_one_of_several_ranks_ends_training_on_all(world: World, stage: int, phase: str) -> None:
     enter(world)
     kind = on_small_device(ZeroTrainer, phase, 2) if world.rank else ZeroTrainer
-    with shared_folder(world) as folder, cheap_garbage_collection():
+    folder = world.shared_folder()
+    with cheap_garbage_collection():
         config = {"stage": stage, "timeout_seconds": 60.0}
         with pytest.raises(RuntimeError, match=r"rank 1: expected a batch of 6.*smaller per_device_train_"):
             fitted(kind, llama(1), folder, Sentences(60, 1), config, **SEARCHED)

@@ -27,7 +27,6 @@ from tests.integrations.transformers.models import (
     gpt2,
     largest_difference,
     llama,
-    shared_folder,
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -245,10 +244,10 @@ def test_the_trainer_trains_as_the_plain_one(world: World) -> None:
     enter(world)
     settings = {"max_steps": 3, "seed": world.seed % 1000, "gradient_accumulation_steps": 2}
     data = Sentences(40, world.seed)
-    with shared_folder(world) as folder:
-        plain = fitted(Trainer, llama(world.seed), folder, data, **settings)
-        config = {"stage": 3, "loss": {"chunk_tokens": CHUNK}}
-        trainer = fitted(ZeroTrainer, llama(world.seed), folder, data, config=config, **settings)
-        assert largest_difference(column(trainer, "loss"), column(plain, "loss")) < 1e-5
-        trainer.eval_dataset = data
-        assert trainer.evaluate()["eval_loss"] > 0
+    folder = world.shared_folder()
+    plain = fitted(Trainer, llama(world.seed), folder, data, **settings)
+    config = {"stage": 3, "loss": {"chunk_tokens": CHUNK}}
+    trainer = fitted(ZeroTrainer, llama(world.seed), folder, data, config=config, **settings)
+    assert largest_difference(column(trainer, "loss"), column(plain, "loss")) < 1e-5
+    trainer.eval_dataset = data
+    assert trainer.evaluate()["eval_loss"] > 0

@@ -18,7 +18,6 @@ from tests.integrations.transformers.models import (
     gpt2,
     largest_difference,
     llama,
-    shared_folder,
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -37,18 +36,18 @@ def test_evaluate_and_predict_equal_the_plain_trainer(world: World) -> None:
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     data, held_out = Sentences(24, world.seed, labels=3), Sentences(11, world.seed + 1, labels=3)
     settings = {"eval_dataset": held_out, "compute_metrics": accuracy}
-    with shared_folder(world) as folder:
-        before, after, predicted = [], [], []
-        for kind in (Trainer, ZeroTrainer):
-            args = arguments(folder, max_steps=4)
-            before.append(kind(model=bert(world.seed, **still), args=args, **settings).evaluate())
-            trainer = kind(model=bert(world.seed, **still), args=args, train_dataset=data, **settings)
-            if kind is ZeroTrainer:
-                # The plain one's ranks would train apart after it: accelerate takes its model for prepared.
-                before.append(trainer.evaluate())
-            trainer.train()
-            after.append(trainer.evaluate())
-            predicted.append(trainer.predict(held_out).predictions)
+    folder = world.shared_folder()
+    before, after, predicted = [], [], []
+    for kind in (Trainer, ZeroTrainer):
+        args = arguments(folder, max_steps=4)
+        before.append(kind(model=bert(world.seed, **still), args=args, **settings).evaluate())
+        trainer = kind(model=bert(world.seed, **still), args=args, train_dataset=data, **settings)
+        if kind is ZeroTrainer:
+            # The plain one's ranks would train apart after it: accelerate takes its model for prepared.
+            before.append(trainer.evaluate())
+        trainer.train()
+        after.append(trainer.evaluate())
+        predicted.append(trainer.predict(held_out).predictions)
     for wanted, *found in (before, after):
         for other in found:
             assert other["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
@@ -60,18 +59,16 @@ def test_evaluate_and_predict_equal_the_plain_trainer(world: World) -> None:
 @on_ranks(2)
 def test_a_trainer_without_training_data_has_no_optimizer_state(world: World) -> None:
     enter(world)
-    with shared_folder(world) as folder:
-        trainer = ZeroTrainer(
-            model=llama(world.seed), args=arguments(folder), eval_dataset=Sentences(7, world.seed)
-        )
-        assert trainer.evaluate()["eval_loss"] > 0
-        held = engine_of(trainer.model).memory_breakdown()
-        assert not any(bytes_ for kind, bytes_ in held.items() if "optimizer" in kind or "grads" in kind), (
-            held
-        )
-        trainer.train_dataset = Sentences(8, world.seed)
-        with pytest.raises(RuntimeError, match="train_dataset"):
-            trainer.train()
+    folder = world.shared_folder()
+    trainer = ZeroTrainer(
+        model=llama(world.seed), args=arguments(folder), eval_dataset=Sentences(7, world.seed)
+    )
+    assert trainer.evaluate()["eval_loss"] > 0
+    held = engine_of(trainer.model).memory_breakdown()
+    assert not any(bytes_ for kind, bytes_ in held.items() if "optimizer" in kind or "grads" in kind), held
+    trainer.train_dataset = Sentences(8, world.seed)
+    with pytest.raises(RuntimeError, match="train_dataset"):
+        trainer.train()
 
 
 @on_ranks(2)
@@ -81,10 +78,10 @@ def test_ranks_with_other_lengths_generate_in_step(world: World) -> None:
     generator = torch.Generator().manual_seed(world.seed)
     prompts = [torch.randint(3, 64, (1, 3 + 4 * rank), generator=generator) for rank in range(2)]
     for make in (llama, gpt2):
-        with shared_folder(world) as folder:
-            plain, model = make(world.seed), make(world.seed)
-            fitted(Trainer, plain, folder, data, max_steps=2)
-            fitted(ZeroTrainer, model, folder, data, max_steps=2)
+        folder = world.shared_folder()
+        plain, model = make(world.seed), make(world.seed)
+        fitted(Trainer, plain, folder, data, max_steps=2)
+        fitted(ZeroTrainer, model, folder, data, max_steps=2)
         for sample in (False, True):
             settings = {"max_new_tokens": 3 + 8 * (1 - world.rank), "do_sample": sample, "pad_token_id": 0}
             found = []
@@ -101,38 +98,38 @@ def test_predict_with_generate_goes_through_the_mixin(world: World) -> None:
     class Mine(ZeroTrainerMixin, Seq2SeqTrainer):
         pass
 
-    with shared_folder(world) as folder:
-        shapes = []
-        for kind in (Seq2SeqTrainer, Mine):
-            args = Seq2SeqTrainingArguments(
-                str(folder),
-                use_cpu=True,
-                report_to=[],
-                disable_tqdm=True,
-                predict_with_generate=True,
-                generation_max_length=16,
-                per_device_eval_batch_size=2,
-            )
-            trainer = kind(model=llama(world.seed), args=args, eval_dataset=Sentences(6, world.seed))
-            outcome = trainer.predict(Sentences(6, world.seed))
-            shapes.append((outcome.predictions.tolist(), round(outcome.metrics["test_loss"], 4)))
-        assert shapes[0] == shapes[1]
+    folder = world.shared_folder()
+    shapes = []
+    for kind in (Seq2SeqTrainer, Mine):
+        args = Seq2SeqTrainingArguments(
+            str(folder),
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            predict_with_generate=True,
+            generation_max_length=16,
+            per_device_eval_batch_size=2,
+        )
+        trainer = kind(model=llama(world.seed), args=args, eval_dataset=Sentences(6, world.seed))
+        outcome = trainer.predict(Sentences(6, world.seed))
+        shapes.append((outcome.predictions.tolist(), round(outcome.metrics["test_loss"], 4)))
+    assert shapes[0] == shapes[1]
 
 
 @on_ranks(2)
 def test_the_embedding_is_resized_before_and_refused_after(world: World) -> None:
     enter(world)
     curves = []
-    with shared_folder(world) as folder:
-        for kind in (Trainer, ZeroTrainer):
-            model = gpt2(world.seed)
-            trainer = kind(
-                model=model, args=arguments(folder, max_steps=4), train_dataset=Sentences(24, world.seed)
-            )
-            torch.manual_seed(world.seed)
-            model.resize_token_embeddings(70)
-            trainer.train()
-            curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    folder = world.shared_folder()
+    for kind in (Trainer, ZeroTrainer):
+        model = gpt2(world.seed)
+        trainer = kind(
+            model=model, args=arguments(folder, max_steps=4), train_dataset=Sentences(24, world.seed)
+        )
+        torch.manual_seed(world.seed)
+        model.resize_token_embeddings(70)
+        trainer.train()
+        curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert largest_difference(curves[1], curves[0]) < 1e-5
     assert model.get_input_embeddings().weight.shape[0] == 70
     assert model.resize_token_embeddings() is model.get_input_embeddings()

@@ -28,7 +28,7 @@ from tests.integrations.transformers.mixtures import (
     optimizer_of,
     routed_apart,
 )
-from tests.integrations.transformers.models import enter, shared_folder
+from tests.integrations.transformers.models import enter
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.parallel import apply_expert_parallel, expert_parallel, make_mesh
@@ -125,15 +125,15 @@ def test_muon_steps_the_matrices_of_each_expert(world: World, tier: str) -> None
     alone = copy.deepcopy(made)
     expected = losses_alone(alone, words, make=muon_of)
     assert any(each.dim() == 3 for each in muon_of(made).param_groups[0]["params"])
-    with shared_folder(world) as folder:
-        offload = {"optimizer": tier, "nvme_paths": [str(folder)]} if tier == "nvme" else {}
-        for stage, ep in CASES:
-            config = {"stage": stage, "offload": offload}
-            model, losses = steps_of(world, made, mesh_of(ep), config, words, muon_of)
-            where = f"{stage}, {ep}, {world.seed}"
-            torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0, msg=where)
-            for name, value in zero_ext.full_state_dict(model).items():
-                torch.testing.assert_close(value, alone.state_dict()[name], rtol=0, atol=2e-3, msg=name)
+    folder = world.shared_folder()
+    offload = {"optimizer": tier, "nvme_paths": [str(folder)]} if tier == "nvme" else {}
+    for stage, ep in CASES:
+        config = {"stage": stage, "offload": offload}
+        model, losses = steps_of(world, made, mesh_of(ep), config, words, muon_of)
+        where = f"{stage}, {ep}, {world.seed}"
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0, msg=where)
+        for name, value in zero_ext.full_state_dict(model).items():
+            torch.testing.assert_close(value, alone.state_dict()[name], rtol=0, atol=2e-3, msg=name)
 
 
 @on_ranks(4)
@@ -168,19 +168,19 @@ def test_a_checkpoint_moves_to_other_ranks_and_to_transformers(world: World) -> 
     made, words = mixture_of("qwen3_moe", world.seed), batches(world.seed, world.size, 2 * STEPS)
     alone = copy.deepcopy(made)
     losses_alone(alone, words[:STEPS])
-    with shared_folder(world) as folder:
-        model, _ = steps_of(world, made, mesh_of(2), {"stage": 3}, words[:STEPS])
-        zero_ext.save_checkpoint(folder / "saved", model).wait()
-        if world.rank == 0:
-            zero_ext.checkpoint.export_huggingface(folder / "saved", folder / "exported")
-            alone.config.save_pretrained(folder / "exported")
-            loaded = type(alone).from_pretrained(folder / "exported")
-            assert_values(loaded.state_dict(), alone.state_dict())
-        for ep, stage in ((4, 1), (1, 3)):
-            then = apply_expert_parallel(mixture_of("qwen3_moe", world.seed + 1), mesh_of(ep))
-            then, _ = zero_ext.prepare(then, optimizer_of(then), {"stage": stage}, process_group=mesh_of(ep))
-            zero_ext.load_checkpoint(folder / "saved", then)
-            assert_values(zero_ext.full_state_dict(then), alone.state_dict())
+    folder = world.shared_folder()
+    model, _ = steps_of(world, made, mesh_of(2), {"stage": 3}, words[:STEPS])
+    zero_ext.save_checkpoint(folder / "saved", model).wait()
+    if world.rank == 0:
+        zero_ext.checkpoint.export_huggingface(folder / "saved", folder / "exported")
+        alone.config.save_pretrained(folder / "exported")
+        loaded = type(alone).from_pretrained(folder / "exported")
+        assert_values(loaded.state_dict(), alone.state_dict())
+    for ep, stage in ((4, 1), (1, 3)):
+        then = apply_expert_parallel(mixture_of("qwen3_moe", world.seed + 1), mesh_of(ep))
+        then, _ = zero_ext.prepare(then, optimizer_of(then), {"stage": stage}, process_group=mesh_of(ep))
+        zero_ext.load_checkpoint(folder / "saved", then)
+        assert_values(zero_ext.full_state_dict(then), alone.state_dict())
 
 
 @on_ranks(4)

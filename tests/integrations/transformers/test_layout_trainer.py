@@ -24,7 +24,6 @@ from tests.integrations.transformers.models import (
     column,
     enter,
     llama,
-    shared_folder,
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -127,15 +126,15 @@ def test_steps_are_those_of_one_process(world: World, case: str) -> None:
     expected = alone(llama(world.seed), data, replicas * steps)
     if sizes:
         changes = {**changes, "parallelism_config": ParallelismConfig(**sizes)}
-    with shared_folder(world) as folder:
-        args = arguments(folder, **{**SETTINGS, "gradient_accumulation_steps": steps, **changes})
-        config = {"stage": 3, **({"parallel": section} if section else {})}
-        model, more = llama(world.seed), {"train_dataset": data, "data_collator": padded}
-        if sizes:
-            trainer: Any = ZeroTrainer(model, args, **more, zero_config=config)
-        else:  # one that was built without zero_ext
-            trainer = shard_trainer(Trainer(model, args, **more), config)
-        trainer.train()
+    folder = world.shared_folder()
+    args = arguments(folder, **{**SETTINGS, "gradient_accumulation_steps": steps, **changes})
+    config = {"stage": 3, **({"parallel": section} if section else {})}
+    model, more = llama(world.seed), {"train_dataset": data, "data_collator": padded}
+    if sizes:
+        trainer: Any = ZeroTrainer(model, args, **more, zero_config=config)
+    else:  # one that was built without zero_ext
+        trainer = shard_trainer(Trainer(model, args, **more), config)
+    trainer.train()
     for name, values in expected.items():
         found = column(trainer, name)
         torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-5, msg=f"{name}, seed {world.seed}")
@@ -149,15 +148,15 @@ def test_evaluation_is_that_of_one_process(world: World, section: dict[str, int]
     """Of the last batch, which is not full, too."""
     enter(world)
     data, reference = Documents(5, world.seed), llama(world.seed).eval()
-    with shared_folder(world) as folder:
-        trainer = ZeroTrainer(
-            llama(world.seed),
-            arguments(folder, per_device_eval_batch_size=BATCH),
-            eval_dataset=data,
-            data_collator=padded,
-            zero_config={"stage": 3, "parallel": section},
-        )
-        found, predicted = trainer.evaluate()["eval_loss"], trainer.predict(data)
+    folder = world.shared_folder()
+    trainer = ZeroTrainer(
+        llama(world.seed),
+        arguments(folder, per_device_eval_batch_size=BATCH),
+        eval_dataset=data,
+        data_collator=padded,
+        zero_config={"stage": 3, "parallel": section},
+    )
+    found, predicted = trainer.evaluate()["eval_loss"], trainer.predict(data)
     weighted, batches = torch.zeros(()), batches_of(data)
     with torch.no_grad():
         for batch in batches:
@@ -200,13 +199,13 @@ def test_sequences_are_padded_for_any_model(world: World, kind: str, masked: boo
     with torch.no_grad():
         expected = float(model.eval()(**batch).loss)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(BATCH)]
-    with shared_folder(world) as folder:
-        args = arguments(folder, per_device_eval_batch_size=BATCH, prediction_loss_only=True)
-        settings = {"parallel": {"cp": 2}}
-        trainer = ZeroTrainer(
-            model, args, eval_dataset=rows, data_collator=default_data_collator, zero_config=settings
-        )
-        found = trainer.evaluate()["eval_loss"]
+    folder = world.shared_folder()
+    args = arguments(folder, per_device_eval_batch_size=BATCH, prediction_loss_only=True)
+    settings = {"parallel": {"cp": 2}}
+    trainer = ZeroTrainer(
+        model, args, eval_dataset=rows, data_collator=default_data_collator, zero_config=settings
+    )
+    found = trainer.evaluate()["eval_loss"]
     torch.testing.assert_close(
         found, expected, rtol=1e-5, atol=1e-5, msg=f"{kind}: {found} {expected}, seed {world.seed}"
     )
@@ -216,15 +215,15 @@ def test_sequences_are_padded_for_any_model(world: World, kind: str, masked: boo
 def test_resuming_continues(world: World) -> None:
     enter(world)
     data = Documents(BATCH * STEPS, world.seed)
-    with shared_folder(world) as folder:
-        args = arguments(folder, **SETTINGS, save_strategy="steps", save_steps=2)
-        more: dict[str, Any] = {"train_dataset": data, "data_collator": padded}
-        config = {"stage": 2, "parallel": {"cp": 2, "ring": 2}}
-        first, second = (ZeroTrainer(llama(world.seed), args, **more, zero_config=config) for _ in range(2))
-        first.train()
-        second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-        second.save_model(str(folder / "model"))
-        loaded = LlamaForCausalLM.from_pretrained(folder / "model")
+    folder = world.shared_folder()
+    args = arguments(folder, **SETTINGS, save_strategy="steps", save_steps=2)
+    more: dict[str, Any] = {"train_dataset": data, "data_collator": padded}
+    config = {"stage": 2, "parallel": {"cp": 2, "ring": 2}}
+    first, second = (ZeroTrainer(llama(world.seed), args, **more, zero_config=config) for _ in range(2))
+    first.train()
+    second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    second.save_model(str(folder / "model"))
+    loaded = LlamaForCausalLM.from_pretrained(folder / "model")
     assert column(second, "loss") == column(first, "loss")
     for name, value in zero_ext.full_state_dict(first.model).items():
         assert torch.equal(loaded.state_dict()[name], value), name
@@ -241,10 +240,10 @@ def test_adapters(world: World) -> None:
         return get_peft_model(llama(world.seed), LoraConfig(target_modules=["q_proj", "v_proj"]))
 
     expected = alone(adapted(), data, 1)
-    with shared_folder(world) as folder:
-        args = arguments(folder, **SETTINGS, parallelism_config=ParallelismConfig(cp_size=2))
-        trainer = ZeroPeftTrainer(adapted(), args, train_dataset=data, data_collator=padded)
-        trainer.train()
+    folder = world.shared_folder()
+    args = arguments(folder, **SETTINGS, parallelism_config=ParallelismConfig(cp_size=2))
+    trainer = ZeroPeftTrainer(adapted(), args, train_dataset=data, data_collator=padded)
+    trainer.train()
     torch.testing.assert_close(column(trainer, "loss"), expected["loss"], rtol=1e-5, atol=1e-5)
 
 
@@ -272,13 +271,13 @@ def test_rows_of_documents(world: World) -> None:
         optimizer.step()
         optimizer.zero_grad()
         expected.append(float(loss.detach()))
-    with shared_folder(world) as folder:
-        args = arguments(folder, **SETTINGS, parallelism_config=ParallelismConfig(sp_size=2))
-        trainer = ZeroTrainer(model, args, train_dataset=rows)
-        trainer.train()
-        torch.testing.assert_close(column(trainer, "loss"), expected, rtol=1e-5, atol=1e-5)
-        with pytest.raises(ValueError, match=r"got some that begin anew|refused its shard"):
-            ZeroTrainer(llama(world.seed), args, train_dataset=rows).train()
+    folder = world.shared_folder()
+    args = arguments(folder, **SETTINGS, parallelism_config=ParallelismConfig(sp_size=2))
+    trainer = ZeroTrainer(model, args, train_dataset=rows)
+    trainer.train()
+    torch.testing.assert_close(column(trainer, "loss"), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"got some that begin anew|refused its shard"):
+        ZeroTrainer(llama(world.seed), args, train_dataset=rows).train()
 
 
 @on_ranks(2)
@@ -298,14 +297,14 @@ def test_what_is_not_exact_is_refused(world: World) -> None:
         ({}, {"model": applied}, "that apply_sequence_parallel has changed"),
     )
     data = Documents(4, world.seed)
-    with shared_folder(world) as folder:
-        for settings, more, message in cases:
-            model = more.pop("model", None) or llama(world.seed)
-            with pytest.raises(ValueError, match=re.escape(message)):
-                args = arguments(folder, max_steps=1, **settings)
-                ZeroTrainer(
-                    model, args, train_dataset=data, data_collator=padded, zero_config=section, **more
-                ).train()
+    folder = world.shared_folder()
+    for settings, more, message in cases:
+        model = more.pop("model", None) or llama(world.seed)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            args = arguments(folder, max_steps=1, **settings)
+            ZeroTrainer(
+                model, args, train_dataset=data, data_collator=padded, zero_config=section, **more
+            ).train()
     with pytest.raises(ValueError, match=re.escape("got 2, but process_group has 1 ranks along 'cp'")):
         zero_ext.prepare(llama(world.seed), None, section)
 
@@ -319,29 +318,29 @@ def test_spread_experts_have_the_losses_of_one_process(world: World, by: str) ->
     model = mixture_of("mixtral", world.seed, vocab_size=VOCABULARY)
     expected = alone(copy.deepcopy(model), data, world.size)
     loaded = copy.deepcopy(model)
-    with shared_folder(world) as folder:
-        args = arguments(folder, **SETTINGS, save_strategy="steps", save_steps=2)
+    folder = world.shared_folder()
+    args = arguments(folder, **SETTINGS, save_strategy="steps", save_steps=2)
 
-        if world.rank == 0:
-            model.save_pretrained(folder / "first")
-        world.barrier()
+    if world.rank == 0:
+        model.save_pretrained(folder / "first")
+    world.barrier()
 
-        def trainer_of(own: Any) -> Any:
-            config: dict[str, Any] = {"stage": 3}
-            if by == "call":
-                apply_expert_parallel(own, make_mesh(ep=2, device_type="cpu"))
-            else:
-                config["parallel"] = {"ep": 2}
-            if by == "loading":
-                own = from_pretrained(type(model), folder / "first", config).train()
-            return ZeroTrainer(own, args, train_dataset=data, data_collator=padded, zero_config=config)
+    def trainer_of(own: Any) -> Any:
+        config: dict[str, Any] = {"stage": 3}
+        if by == "call":
+            apply_expert_parallel(own, make_mesh(ep=2, device_type="cpu"))
+        else:
+            config["parallel"] = {"ep": 2}
+        if by == "loading":
+            own = from_pretrained(type(model), folder / "first", config).train()
+        return ZeroTrainer(own, args, train_dataset=data, data_collator=padded, zero_config=config)
 
-        trainer, again = (trainer_of(copy.deepcopy(model)) for _ in range(2))
-        trainer.train()
-        assert has_spread_experts(trainer.model)
-        again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-        again.save_model(str(folder / "model"))
-        loaded = type(model).from_pretrained(folder / "model")
+    trainer, again = (trainer_of(copy.deepcopy(model)) for _ in range(2))
+    trainer.train()
+    assert has_spread_experts(trainer.model)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    again.save_model(str(folder / "model"))
+    loaded = type(model).from_pretrained(folder / "model")
     for name, values in expected.items():
         found = column(trainer, name)
         torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-5, msg=f"{name}, seed {world.seed}")

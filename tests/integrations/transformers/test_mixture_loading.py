@@ -24,7 +24,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import zero_ext
 from tests.integrations.transformers.mixtures import FAMILIES, mixture_of
-from tests.integrations.transformers.models import enter, shared_folder
+from tests.integrations.transformers.models import enter
 from tests.integrations.transformers.test_pretrained import resident
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -85,42 +85,40 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_what_one_process_loads(world: World, family: str, layout: str) -> None:
     enter(world)
-    with shared_folder(world) as folder:
-        for number, (stored, dtype, size) in enumerate(PRECISIONS):
-            path = folder / str(number)
-            if world.rank == 0:
-                model = random_mixture(family, world.seed).to(stored)
-                single = layout == "single"
-                model.save_pretrained(path, max_shard_size=size, save_original_format=single)
-            world.barrier()
-            files = {key for file in path.glob("*.safetensors") for key in load_file(file)}
-            assert any(".experts.0." in key for key in files) == (
-                layout == "single" and family in SINGLE_EXPERTS
-            )
-            assert (path / "model.safetensors.index.json").exists() == (size == "8KB")
-            options = {} if dtype is None else {"dtype": dtype}
-            expected = AutoModelForCausalLM.from_pretrained(path, **options).state_dict()
-            loaded = from_pretrained(AutoModelForCausalLM, path, {"stage": 3}, **options)
-            label = f"{stored} as {dtype}, seed {world.seed}"
-            assert_same(full_state(loaded, {"stage": 3}), expected, label)
+    folder = world.shared_folder()
+    for number, (stored, dtype, size) in enumerate(PRECISIONS):
+        path = folder / str(number)
+        if world.rank == 0:
+            model = random_mixture(family, world.seed).to(stored)
+            single = layout == "single"
+            model.save_pretrained(path, max_shard_size=size, save_original_format=single)
+        world.barrier()
+        files = {key for file in path.glob("*.safetensors") for key in load_file(file)}
+        assert any(".experts.0." in key for key in files) == (layout == "single" and family in SINGLE_EXPERTS)
+        assert (path / "model.safetensors.index.json").exists() == (size == "8KB")
+        options = {} if dtype is None else {"dtype": dtype}
+        expected = AutoModelForCausalLM.from_pretrained(path, **options).state_dict()
+        loaded = from_pretrained(AutoModelForCausalLM, path, {"stage": 3}, **options)
+        label = f"{stored} as {dtype}, seed {world.seed}"
+        assert_same(full_state(loaded, {"stage": 3}), expected, label)
 
 
 @on_ranks(1, 2, 3)
 def test_every_stage_and_tier(world: World) -> None:
     enter(world)
-    with shared_folder(world) as folder:
-        if world.rank == 0:
-            random_mixture("qwen3_moe", world.seed).save_pretrained(folder / "saved")
-        world.barrier()
-        expected = AutoModelForCausalLM.from_pretrained(folder / "saved").state_dict()
-        nvme = {"params": "nvme", "nvme_paths": [str(folder)]}
-        for config in (
-            {"stage": 2},
-            {"stage": 3, "offload": {"params": "host"}},
-            {"stage": 3, "offload": nvme},
-        ):
-            loaded = from_pretrained(AutoModelForCausalLM, folder / "saved", config)
-            assert_same(full_state(loaded, config), expected, f"{config}, seed {world.seed}")
+    folder = world.shared_folder()
+    if world.rank == 0:
+        random_mixture("qwen3_moe", world.seed).save_pretrained(folder / "saved")
+    world.barrier()
+    expected = AutoModelForCausalLM.from_pretrained(folder / "saved").state_dict()
+    nvme = {"params": "nvme", "nvme_paths": [str(folder)]}
+    for config in (
+        {"stage": 2},
+        {"stage": 3, "offload": {"params": "host"}},
+        {"stage": 3, "offload": nvme},
+    ):
+        loaded = from_pretrained(AutoModelForCausalLM, folder / "saved", config)
+        assert_same(full_state(loaded, config), expected, f"{config}, seed {world.seed}")
 
 
 def vision_mixture(seed: int) -> Any:
@@ -143,22 +141,22 @@ def vision_mixture(seed: int) -> Any:
 def test_transposed_experts(world: World) -> None:
     enter(world)
     kind = Qwen3VLMoeForConditionalGeneration
-    with shared_folder(world) as folder:
-        if world.rank == 0:
-            vision_mixture(world.seed).save_pretrained(folder)
-            rewrite(
-                folder,
-                lambda tensors: {
-                    key: value.transpose(1, 2).contiguous() if ".experts." in key else value
-                    for key, value in tensors.items()
-                },
-            )
-        world.barrier()
-        expected = kind.from_pretrained(folder).state_dict()
-        made = vision_mixture(world.seed).state_dict()
-        assert_same(expected, made, "as saved")
-        loaded = from_pretrained(kind, folder, {"stage": 3})
-        assert_same(full_state(loaded, {"stage": 3}), expected, f"seed {world.seed}")
+    folder = world.shared_folder()
+    if world.rank == 0:
+        vision_mixture(world.seed).save_pretrained(folder)
+        rewrite(
+            folder,
+            lambda tensors: {
+                key: value.transpose(1, 2).contiguous() if ".experts." in key else value
+                for key, value in tensors.items()
+            },
+        )
+    world.barrier()
+    expected = kind.from_pretrained(folder).state_dict()
+    made = vision_mixture(world.seed).state_dict()
+    assert_same(expected, made, "as saved")
+    loaded = from_pretrained(kind, folder, {"stage": 3})
+    assert_same(full_state(loaded, {"stage": 3}), expected, f"seed {world.seed}")
 
 
 Tensors = dict[str, torch.Tensor]
@@ -263,13 +261,13 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 def test_experts_that_do_not_fit_are_refused_on_all_ranks(world: World, damage: str) -> None:
     enter(world)
     change, words = DAMAGES[damage]
-    with shared_folder(world) as folder:
-        if world.rank == 0:
-            mixture_of("mixtral", world.seed).save_pretrained(folder)
-            rewrite(folder, change)
-        world.barrier()
-        with pytest.raises(ValueError, match=f"(?s){words}"):
-            from_pretrained(MixtralForCausalLM, folder, {"stage": 3})
+    folder = world.shared_folder()
+    if world.rank == 0:
+        mixture_of("mixtral", world.seed).save_pretrained(folder)
+        rewrite(folder, change)
+    world.barrier()
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        from_pretrained(MixtralForCausalLM, folder, {"stage": 3})
 
 
 class Doubled(ConversionOps):
@@ -285,33 +283,33 @@ class Doubled(ConversionOps):
 def test_a_conversion_that_computes_is_refused(world: World) -> None:
     enter(world)
     rule = WeightConverter("embed_tokens.weight", "embed_tokens.weight", [Doubled()])
-    with shared_folder(world) as folder:
-        if world.rank == 0:
-            mixture_of("mixtral", world.seed).save_pretrained(folder, save_original_format=False)
-        world.barrier()
-        with (
-            mock.patch.object(weight_conversion, "get_model_conversion_mapping", return_value=[rule]),
-            pytest.raises(ValueError, match=r"embed_tokens\.weight' cannot be read .*mul.*zero_ext\.Init"),
-        ):
-            from_pretrained(MixtralForCausalLM, folder, {"stage": 3})
-        with zero_ext.Init({"stage": 3}):
-            model = MixtralForCausalLM.from_pretrained(folder)  # what the message says to do
-        expected = MixtralForCausalLM.from_pretrained(folder).state_dict()
-        assert_same(full_state(model, {"stage": 3}), expected, f"seed {world.seed}")
+    folder = world.shared_folder()
+    if world.rank == 0:
+        mixture_of("mixtral", world.seed).save_pretrained(folder, save_original_format=False)
+    world.barrier()
+    with (
+        mock.patch.object(weight_conversion, "get_model_conversion_mapping", return_value=[rule]),
+        pytest.raises(ValueError, match=r"embed_tokens\.weight' cannot be read .*mul.*zero_ext\.Init"),
+    ):
+        from_pretrained(MixtralForCausalLM, folder, {"stage": 3})
+    with zero_ext.Init({"stage": 3}):
+        model = MixtralForCausalLM.from_pretrained(folder)  # what the message says to do
+    expected = MixtralForCausalLM.from_pretrained(folder).state_dict()
+    assert_same(full_state(model, {"stage": 3}), expected, f"seed {world.seed}")
 
 
 @on_ranks(2)
 def test_quantized_experts_are_refused(world: World) -> None:
     enter(world)
-    with shared_folder(world) as folder:
-        if world.rank == 0:
-            mixture_of("gpt_oss", world.seed).save_pretrained(folder)
-            config = json.loads((folder / "config.json").read_text())
-            config["quantization_config"] = {"quant_method": "mxfp4"}
-            (folder / "config.json").write_text(json.dumps(config))
-        world.barrier()
-        with pytest.raises(ValueError, match=r"expected plain weights, got .*mxfp4"):
-            from_pretrained(AutoModelForCausalLM, folder, {"stage": 3})
+    folder = world.shared_folder()
+    if world.rank == 0:
+        mixture_of("gpt_oss", world.seed).save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "mxfp4"}
+        (folder / "config.json").write_text(json.dumps(config))
+    world.barrier()
+    with pytest.raises(ValueError, match=r"expected plain weights, got .*mxfp4"):
+        from_pretrained(AutoModelForCausalLM, folder, {"stage": 3})
 
 
 @on_ranks(2)
@@ -322,24 +320,22 @@ def test_above_the_shards_is_at_most_one_layer_of_experts(world: World, precisio
     width = 1024 if dtype == torch.bfloat16 else 512
     sizes = {"hidden_size": width, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8}
-    with shared_folder(world) as folder:
-        if world.rank == 0:
-            torch.manual_seed(world.seed)
-            large = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).to(dtype)
-            large.save_pretrained(folder / "large", max_shard_size="60MB")
-            mixture_of("mixtral", world.seed).to(dtype).save_pretrained(folder / "tiny")
-            del large
-        world.barrier()
-        from_pretrained(
-            MixtralForCausalLM, folder / "tiny", {"stage": 3}
-        )  # what is imported and allocated once
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = resident("VmHWM")
-        model = from_pretrained(MixtralForCausalLM, folder / "large", {"stage": 3})
-        above = resident("VmHWM") - before - model.num_parameters() * dtype.itemsize // 2
-        layer = 8 * 3 * width * 768 * dtype.itemsize
-        assert above < layer, f"{above / MIB:.1f} of {layer / MIB:.1f} MiB, seed {world.seed}"
+    folder = world.shared_folder()
+    if world.rank == 0:
+        torch.manual_seed(world.seed)
+        large = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).to(dtype)
+        large.save_pretrained(folder / "large", max_shard_size="60MB")
+        mixture_of("mixtral", world.seed).to(dtype).save_pretrained(folder / "tiny")
+        del large
+    world.barrier()
+    from_pretrained(MixtralForCausalLM, folder / "tiny", {"stage": 3})  # what is imported and allocated once
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmHWM")
+    model = from_pretrained(MixtralForCausalLM, folder / "large", {"stage": 3})
+    above = resident("VmHWM") - before - model.num_parameters() * dtype.itemsize // 2
+    layer = 8 * 3 * width * 768 * dtype.itemsize
+    assert above < layer, f"{above / MIB:.1f} of {layer / MIB:.1f} MiB, seed {world.seed}"
 
 
 @on_ranks(2)
@@ -347,19 +343,19 @@ def test_above_the_shards_is_at_most_one_layer_of_experts(world: World, precisio
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "llama4"])
 def test_what_is_saved_again_loads_equal_in_transformers(world: World, family: str, layout: str) -> None:
     enter(world)
-    with shared_folder(world) as folder:
-        if world.rank == 0:
-            model = random_mixture(family, world.seed)
-            model.save_pretrained(folder / "first", save_original_format=layout == "single")
-        world.barrier()
-        expected: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder / "first")
-        model = from_pretrained(AutoModelForCausalLM, folder / "first", {"stage": 3})
-        zero_ext.prepare(model, None, {"stage": 3}, wrap=False)
-        mark_prepared(model, None)
-        assert can_stream(model)
-        model.save_pretrained(folder / "second")
-        world.barrier()
-        first, second = (load_file(folder / name / "model.safetensors") for name in ("first", "second"))
-        assert_same(second, first, "files")
-        again = AutoModelForCausalLM.from_pretrained(folder / "second").state_dict()
-        assert_same(again, expected.state_dict(), f"seed {world.seed}")
+    folder = world.shared_folder()
+    if world.rank == 0:
+        model = random_mixture(family, world.seed)
+        model.save_pretrained(folder / "first", save_original_format=layout == "single")
+    world.barrier()
+    expected: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder / "first")
+    model = from_pretrained(AutoModelForCausalLM, folder / "first", {"stage": 3})
+    zero_ext.prepare(model, None, {"stage": 3}, wrap=False)
+    mark_prepared(model, None)
+    assert can_stream(model)
+    model.save_pretrained(folder / "second")
+    world.barrier()
+    first, second = (load_file(folder / name / "model.safetensors") for name in ("first", "second"))
+    assert_same(second, first, "files")
+    again = AutoModelForCausalLM.from_pretrained(folder / "second").state_dict()
+    assert_same(again, expected.state_dict(), f"seed {world.seed}")

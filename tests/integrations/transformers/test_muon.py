@@ -17,7 +17,6 @@ from tests.integrations.transformers.models import (
     fitted,
     largest_difference,
     llama,
-    shared_folder,
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -44,24 +43,24 @@ def test_losses_are_those_of_the_plain_trainer(world: World) -> None:
             optimizer_cls_and_kwargs=(zero_ext.Muon, kwargs), **more,
         )  # fmt: skip
 
-    with shared_folder(world) as folder:
-        model = llama(world.seed)
-        trainers = {"plain": by_class(Trainer, model, folder)}
-        trainers["plain"].train()
-        steps = trainers["plain"].optimizer.optimizer.param_groups
-        served = {id(each) for group in steps if group["use_muon"] for each in group["params"]}
-        assert served == {
-            id(each) for name, each in model.named_parameters() if ".layers." in name and each.dim() == 2
-        }
-        trainers["class"] = by_class(ZeroTrainer, llama(world.seed), folder, zero_config={"stage": 3})
-        args = arguments(folder, **ARGUMENTS)
-        config = {"stage": 2, "optimizer": SECTION}
-        trainers["section"] = ZeroTrainer(llama(world.seed), args, train_dataset=data, zero_config=config)
-        built = by_class(Trainer, llama(world.seed), folder)
-        trainers["built"] = zero_ext.shard_trainer(built, {"stage": 1})
-        for name in ("class", "section", "built"):
-            trainers[name].train()
-        adamw = fitted(Trainer, llama(world.seed), folder, data, **ARGUMENTS)
+    folder = world.shared_folder()
+    model = llama(world.seed)
+    trainers = {"plain": by_class(Trainer, model, folder)}
+    trainers["plain"].train()
+    steps = trainers["plain"].optimizer.optimizer.param_groups
+    served = {id(each) for group in steps if group["use_muon"] for each in group["params"]}
+    assert served == {
+        id(each) for name, each in model.named_parameters() if ".layers." in name and each.dim() == 2
+    }
+    trainers["class"] = by_class(ZeroTrainer, llama(world.seed), folder, zero_config={"stage": 3})
+    args = arguments(folder, **ARGUMENTS)
+    config = {"stage": 2, "optimizer": SECTION}
+    trainers["section"] = ZeroTrainer(llama(world.seed), args, train_dataset=data, zero_config=config)
+    built = by_class(Trainer, llama(world.seed), folder)
+    trainers["built"] = zero_ext.shard_trainer(built, {"stage": 1})
+    for name in ("class", "section", "built"):
+        trainers[name].train()
+    adamw = fitted(Trainer, llama(world.seed), folder, data, **ARGUMENTS)
     wanted = trainers.pop("plain")
     for name, trainer in trainers.items():
         assert type(trainer.optimizer.optimizer) is zero_ext.Muon, name

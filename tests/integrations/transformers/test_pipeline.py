@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import zero_ext
-from tests.integrations.transformers.models import VOCABULARY, enter, gpt2, llama, reloaded, shared_folder
+from tests.integrations.transformers.models import VOCABULARY, enter, gpt2, llama, reloaded
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.checkpoint import export_huggingface
@@ -136,15 +136,15 @@ def test_steps_are_those_of_one_process(
     wanted_losses, wanted_norms = train_alone(alone, world.seed)
     torch.testing.assert_close(losses, wanted_losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(norms, wanted_norms, rtol=1e-5, atol=0)
-    with shared_folder(world) as folder:
-        zero_ext.save_checkpoint(folder / "saved", course.model).wait()
-        if world.rank == 0:
-            export_huggingface(folder / "saved", folder / "exported")
-            alone.config.save_pretrained(folder / "exported")
-        world.barrier()
-        words = batches(world.seed + 1)[0]
-        found, wanted = reloaded(folder / "exported", alone)(words).logits, alone.eval()(words).logits
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    folder = world.shared_folder()
+    zero_ext.save_checkpoint(folder / "saved", course.model).wait()
+    if world.rank == 0:
+        export_huggingface(folder / "saved", folder / "exported")
+        alone.config.save_pretrained(folder / "exported")
+    world.barrier()
+    words = batches(world.seed + 1)[0]
+    found, wanted = reloaded(folder / "exported", alone)(words).logits, alone.eval()(words).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def four_layers(kind: str) -> Any:

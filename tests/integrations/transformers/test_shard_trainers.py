@@ -21,7 +21,6 @@ from tests.integrations.transformers.models import (
     fitted,
     largest_difference,
     llama,
-    shared_folder,
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -43,17 +42,17 @@ def test_a_trainer_that_is_built(world: World, precision: str) -> None:
     enter(world)
     settings = {"max_steps": 8, "seed": world.seed % 1000, "bf16": precision == "bf16"}
     data = Sentences(40, world.seed)
-    with shared_folder(world) as folder:
-        wanted = fitted(zero_ext_trainer(), llama(world.seed), folder, data, {"stage": 3}, **settings)
-        model = llama(world.seed)
-        built = Trainer(model, arguments(folder, **settings), train_dataset=data)
-        trainer = zero_ext.shard_trainer(built, {"stage": 3})
-        assert trainer is built and isinstance(trainer, Trainer)
-        trainer.train()
-        assert engine_of(model).config.stage == 3
-        assert column(trainer, "loss") == column(wanted, "loss")
-        with pytest.raises(ValueError, match="shards its model already"):
-            zero_ext.shard_trainer(trainer)
+    folder = world.shared_folder()
+    wanted = fitted(zero_ext_trainer(), llama(world.seed), folder, data, {"stage": 3}, **settings)
+    model = llama(world.seed)
+    built = Trainer(model, arguments(folder, **settings), train_dataset=data)
+    trainer = zero_ext.shard_trainer(built, {"stage": 3})
+    assert trainer is built and isinstance(trainer, Trainer)
+    trainer.train()
+    assert engine_of(model).config.stage == 3
+    assert column(trainer, "loss") == column(wanted, "loss")
+    with pytest.raises(ValueError, match="shards its model already"):
+        zero_ext.shard_trainer(trainer)
 
 
 def zero_ext_trainer() -> Any:
@@ -119,18 +118,18 @@ def test_a_script_trains_as_under_ddp(tmp_path: Path, extra: list[str]) -> None:
 def test_losses_differ_where_configurations_do(world: World) -> None:
     """The comparison above would see another batch size."""
     enter(world)
-    with shared_folder(world) as folder:
-        data = Sentences(40, world.seed)
-        one, other = (
-            fitted(
-                zero_ext_trainer(),
-                llama(world.seed),
-                folder,
-                data,
-                {"stage": 3},
-                max_steps=4,
-                per_device_train_batch_size=samples,
-            )
-            for samples in (1, 2)
+    folder = world.shared_folder()
+    data = Sentences(40, world.seed)
+    one, other = (
+        fitted(
+            zero_ext_trainer(),
+            llama(world.seed),
+            folder,
+            data,
+            {"stage": 3},
+            max_steps=4,
+            per_device_train_batch_size=samples,
         )
-        assert largest_difference(column(one, "loss"), column(other, "loss")) > 1e-5
+        for samples in (1, 2)
+    )
+    assert largest_difference(column(one, "loss"), column(other, "loss")) > 1e-5

@@ -22,7 +22,6 @@ from tests.integrations.transformers.models import (
     largest_difference,
     llama,
     reloaded,
-    shared_folder,
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -92,22 +91,22 @@ def test_a_resumed_run_goes_on_where_it_was(
 def test_what_is_saved_is_read_by_transformers_alone(world: World) -> None:
     enter(world)
     ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(world.seed))
-    with shared_folder(world) as folder:
-        for name, make in MODELS.items():
-            model = make(world.seed, **({"tie_word_embeddings": True} if name == "llama" else {}))
-            data = Sentences(24, world.seed, labels=3 if name == "bert" else None)
-            trainer = fitted(ZeroTrainer, model, folder, data, max_steps=3)
-            trainer.save_model(str(folder / name))
-            model.save_pretrained(folder / f"{name}-direct", max_shard_size="20KB")
-            world.barrier()
-            model.eval()
-            wanted = model(ids).logits
-            for path in (folder / name, folder / f"{name}-direct"):
-                again = reloaded(path, model)
-                assert torch.equal(again(ids).logits, wanted), path
-                assert {*again.state_dict()} == {*zero_ext.full_state_dict(model)}
-            assert (folder / name / "training_args.bin").is_file()
-            assert len(list((folder / f"{name}-direct").glob("*.safetensors"))) > 1
+    folder = world.shared_folder()
+    for name, make in MODELS.items():
+        model = make(world.seed, **({"tie_word_embeddings": True} if name == "llama" else {}))
+        data = Sentences(24, world.seed, labels=3 if name == "bert" else None)
+        trainer = fitted(ZeroTrainer, model, folder, data, max_steps=3)
+        trainer.save_model(str(folder / name))
+        model.save_pretrained(folder / f"{name}-direct", max_shard_size="20KB")
+        world.barrier()
+        model.eval()
+        wanted = model(ids).logits
+        for path in (folder / name, folder / f"{name}-direct"):
+            again = reloaded(path, model)
+            assert torch.equal(again(ids).logits, wanted), path
+            assert {*again.state_dict()} == {*zero_ext.full_state_dict(model)}
+        assert (folder / name / "training_args.bin").is_file()
+        assert len(list((folder / f"{name}-direct").glob("*.safetensors"))) > 1
 
 
 @on_ranks(2)
@@ -126,23 +125,23 @@ def test_the_best_model_is_loaded_at_the_end_and_early_stopping_stops(world: Wor
     }
     data, held_out = Sentences(12, world.seed), Sentences(7, world.seed + 1)
     seen = []
-    with shared_folder(world) as folder:
-        for kind in (Trainer, ZeroTrainer):
-            for only_model in (False, True):
-                run = folder / f"{kind.__name__}-{only_model}"
-                trainer = kind(
-                    model=llama(world.seed),
-                    args=arguments(run, save_only_model=only_model, **settings),
-                    train_dataset=data,
-                    eval_dataset=held_out,
-                    callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
-                )
-                trainer.train()
-                best = trainer.evaluate()["eval_loss"]
-                left = sorted(path.name for path in run.iterdir())
-                steps = trainer.state.global_step
-                assert best == pytest.approx(trainer.state.best_metric, rel=1e-6)
-                seen.append((best, left, steps, Path(trainer.state.best_model_checkpoint).name))
+    folder = world.shared_folder()
+    for kind in (Trainer, ZeroTrainer):
+        for only_model in (False, True):
+            run = folder / f"{kind.__name__}-{only_model}"
+            trainer = kind(
+                model=llama(world.seed),
+                args=arguments(run, save_only_model=only_model, **settings),
+                train_dataset=data,
+                eval_dataset=held_out,
+                callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+            )
+            trainer.train()
+            best = trainer.evaluate()["eval_loss"]
+            left = sorted(path.name for path in run.iterdir())
+            steps = trainer.state.global_step
+            assert best == pytest.approx(trainer.state.best_metric, rel=1e-6)
+            seen.append((best, left, steps, Path(trainer.state.best_model_checkpoint).name))
     for other in seen[1:]:
         assert other[0] == pytest.approx(seen[0][0], rel=1e-5)
         assert other[1:] == seen[0][1:]
@@ -153,61 +152,61 @@ def test_the_best_model_is_loaded_at_the_end_and_early_stopping_stops(world: Wor
 def test_a_checkpoint_of_weights_alone_loads_weights_alone(world: World) -> None:
     enter(world)
     data = Sentences(24, world.seed)
-    with shared_folder(world) as folder:
-        model, saving = (
-            llama(world.seed),
-            {"save_strategy": "steps", "save_steps": 2, "save_only_model": True},
-        )
-        fitted(ZeroTrainer, model, folder, data, max_steps=4, **saving)
-        again = llama(world.seed + 1)
-        args = arguments(folder, max_steps=6, learning_rate=0.0)
-        trainer = ZeroTrainer(model=again, args=args, train_dataset=data)
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
-        assert trainer.state.global_step == 6
-        wanted, found = zero_ext.full_state_dict(model), zero_ext.full_state_dict(again)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    folder = world.shared_folder()
+    model, saving = (
+        llama(world.seed),
+        {"save_strategy": "steps", "save_steps": 2, "save_only_model": True},
+    )
+    fitted(ZeroTrainer, model, folder, data, max_steps=4, **saving)
+    again = llama(world.seed + 1)
+    args = arguments(folder, max_steps=6, learning_rate=0.0)
+    trainer = ZeroTrainer(model=again, args=args, train_dataset=data)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    assert trainer.state.global_step == 6
+    wanted, found = zero_ext.full_state_dict(model), zero_ext.full_state_dict(again)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @on_ranks(2)
 def test_a_foreign_or_damaged_checkpoint_is_refused_before_anything_changes(world: World) -> None:
     enter(world)
     data = Sentences(24, world.seed)
-    with shared_folder(world) as folder:
-        settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-        for name, kind, only in (
-            ("zero", ZeroTrainer, False),
-            ("weights", ZeroTrainer, True),
-            ("plain", Trainer, False),
-        ):
-            fitted(kind, llama(world.seed), folder / name, data, save_only_model=only, **settings)
-        if world.rank == 0:
-            spoil(folder)
-        world.barrier()
-        args = arguments(folder / "new", max_steps=4)
-        model = llama(world.seed + 1)
-        other = llama(world.seed, intermediate_size=40)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        for name, subject, words in (
-            ("zero", other, "mlp.gate_proj.weight.*48, 32.*40, 32"),
-            ("weights", other, "mlp.gate_proj.weight.*48, 32.*40, 32"),
-            ("bert", model, "checkpoint of a 'llama' model, got one of 'bert'"),
-            ("plain", model, "optimizer.pt.*from_pretrained"),
-            ("missing", model, "no such checkpoint folder"),
-            ("unfinished", model, "a complete Trainer checkpoint, got no trainer_state.json"),
-            ("cut", model, "model.safetensors"),
-            ("garbage", model, "model.safetensors"),
-            ("manifest", model, "manifest.json"),
-        ):
-            trainer = ZeroTrainer(model=subject, args=args, train_dataset=data)
-            with pytest.raises((ValueError, CheckpointError), match=f"(?s){words}"):
-                trainer.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        # Damage that only reading every byte finds leaves the model as it was, sharded by then.
-        trainer = ZeroTrainer(model=model, args=args, train_dataset=data)
-        with pytest.raises(CheckpointError, match="CRC32C"):
-            trainer.train(resume_from_checkpoint=str(folder / "flipped" / "checkpoint-2"))
-        after = zero_ext.full_state_dict(model)
-        assert all(torch.equal(value, before[name]) for name, value in after.items())
+    folder = world.shared_folder()
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    for name, kind, only in (
+        ("zero", ZeroTrainer, False),
+        ("weights", ZeroTrainer, True),
+        ("plain", Trainer, False),
+    ):
+        fitted(kind, llama(world.seed), folder / name, data, save_only_model=only, **settings)
+    if world.rank == 0:
+        spoil(folder)
+    world.barrier()
+    args = arguments(folder / "new", max_steps=4)
+    model = llama(world.seed + 1)
+    other = llama(world.seed, intermediate_size=40)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, subject, words in (
+        ("zero", other, "mlp.gate_proj.weight.*48, 32.*40, 32"),
+        ("weights", other, "mlp.gate_proj.weight.*48, 32.*40, 32"),
+        ("bert", model, "checkpoint of a 'llama' model, got one of 'bert'"),
+        ("plain", model, "optimizer.pt.*from_pretrained"),
+        ("missing", model, "no such checkpoint folder"),
+        ("unfinished", model, "a complete Trainer checkpoint, got no trainer_state.json"),
+        ("cut", model, "model.safetensors"),
+        ("garbage", model, "model.safetensors"),
+        ("manifest", model, "manifest.json"),
+    ):
+        trainer = ZeroTrainer(model=subject, args=args, train_dataset=data)
+        with pytest.raises((ValueError, CheckpointError), match=f"(?s){words}"):
+            trainer.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    # Damage that only reading every byte finds leaves the model as it was, sharded by then.
+    trainer = ZeroTrainer(model=model, args=args, train_dataset=data)
+    with pytest.raises(CheckpointError, match="CRC32C"):
+        trainer.train(resume_from_checkpoint=str(folder / "flipped" / "checkpoint-2"))
+    after = zero_ext.full_state_dict(model)
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
 def spoil(folder: Path) -> None:

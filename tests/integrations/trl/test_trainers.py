@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from tests.integrations.peft.models import base, lora, quantized, shared_folder
+from tests.integrations.peft.models import base, lora, quantized
 from tests.integrations.transformers.models import column, enter, largest_difference
 from tests.integrations.trl.data import preferences, sentences, tokenizer
 from tests.multi.on_ranks import on_ranks
@@ -62,32 +62,32 @@ def test_losses_are_those_of_trl(world: World, kind: str, adapted: bool) -> None
     data = sentences(60, world.seed) if kind == "sft" else preferences(40, world.seed)
     adapters = {"sft": {"lora_dropout": 0.1}, "dpo": {}}[kind]
     curves = []
-    with shared_folder(world) as folder:
-        configs = [
-            None,
-            zero(3, folder),
-            zero(3, folder, nvme=True),
-            *([zero(2, folder)] if kind == "sft" else []),
-        ]
-        for config in configs:
-            torch.manual_seed(world.seed)
-            more: dict[str, Any] = {} if config is None else {"zero_config": config}
-            if kind == "dpo":
-                more["ref_model"] = None if adapted else base(world.seed + 1)
-            trainer = (plain if config is None else ours)(
-                model=base(world.seed),
-                args=settings_of(**settings(folder, seed=3)),
-                train_dataset=data,
-                processing_class=words,
-                peft_config=lora(**adapters) if adapted else None,
-                **more,
-            )
-            trainer.train()
-            curves.append(column(trainer, "loss"))
-            if config is not None and more.get("ref_model") is not None:
-                assert engine_of(trainer.ref_model).optimizer_step.stepper is None
-                tier = config.get("offload", {}).get("params", "device")
-                assert {unit.storage.tier for unit in engine_of(trainer.ref_model).units} == {tier}
+    folder = world.shared_folder()
+    configs = [
+        None,
+        zero(3, folder),
+        zero(3, folder, nvme=True),
+        *([zero(2, folder)] if kind == "sft" else []),
+    ]
+    for config in configs:
+        torch.manual_seed(world.seed)
+        more: dict[str, Any] = {} if config is None else {"zero_config": config}
+        if kind == "dpo":
+            more["ref_model"] = None if adapted else base(world.seed + 1)
+        trainer = (plain if config is None else ours)(
+            model=base(world.seed),
+            args=settings_of(**settings(folder, seed=3)),
+            train_dataset=data,
+            processing_class=words,
+            peft_config=lora(**adapters) if adapted else None,
+            **more,
+        )
+        trainer.train()
+        curves.append(column(trainer, "loss"))
+        if config is not None and more.get("ref_model") is not None:
+            assert engine_of(trainer.ref_model).optimizer_step.stepper is None
+            tier = config.get("offload", {}).get("params", "device")
+            assert {unit.storage.tier for unit in engine_of(trainer.ref_model).units} == {tier}
     assert len(curves[0]) == 6 and min(curves[0]) != max(curves[0])
     for curve in curves[1:]:
         assert largest_difference(curve, curves[0]) < 1e-5, (curve, curves[0])
@@ -112,51 +112,51 @@ def test_checkpoints_hold_adapters_alone_and_resume(world: World, packed: bool) 
             zero_config=zero(3, output, nvme=True),
         )
 
-    with shared_folder(world) as folder:
-        reference = make(folder / "whole", lora())
-        reference.train()
-        wanted = column(reference, "loss")
-        saved = folder / "whole" / "checkpoint-3"
-        assert all("lora_" in name for name in load_file(saved / "adapter_model.safetensors"))
-        names = {name for name, each in reference.model.named_parameters() if not each.requires_grad}
-        stored = (saved / "zero_ext").rglob("*.json")
-        assert not any(name in file.read_text() for file in stored for name in names)
-        resumed = make(folder / "resumed", lora())
-        resumed.train(resume_from_checkpoint=str(saved))
-        assert column(resumed, "loss")[-3:] == wanted[-3:]
-        plain = PeftModel.from_pretrained(made_base(), folder / "resumed" / "checkpoint-6")
-        ids = torch.arange(3, 15)[None]
-        with torch.no_grad():
-            logits = resumed.model.train()(input_ids=ids).logits
-            # TRL keeps adapters over quantized weights in bfloat16; PEFT loads them into float32.
-            rtol, atol = (0.05, 0.05) if packed else (1e-4, 1e-5)
-            assert torch.allclose(plain.train()(input_ids=ids).logits, logits, rtol=rtol, atol=atol)
-        with pytest.raises(ValueError, match="other adapters"):
-            make(folder / "other", lora(r=2)).train(resume_from_checkpoint=str(saved))
-        world.barrier()
-        (saved / "adapter_config.json").unlink(missing_ok=True)
-        with pytest.raises(ValueError, match=r"adapter_config\.json"):
-            make(folder / "other", lora()).train(resume_from_checkpoint=str(saved))
+    folder = world.shared_folder()
+    reference = make(folder / "whole", lora())
+    reference.train()
+    wanted = column(reference, "loss")
+    saved = folder / "whole" / "checkpoint-3"
+    assert all("lora_" in name for name in load_file(saved / "adapter_model.safetensors"))
+    names = {name for name, each in reference.model.named_parameters() if not each.requires_grad}
+    stored = (saved / "zero_ext").rglob("*.json")
+    assert not any(name in file.read_text() for file in stored for name in names)
+    resumed = make(folder / "resumed", lora())
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert column(resumed, "loss")[-3:] == wanted[-3:]
+    plain = PeftModel.from_pretrained(made_base(), folder / "resumed" / "checkpoint-6")
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        logits = resumed.model.train()(input_ids=ids).logits
+        # TRL keeps adapters over quantized weights in bfloat16; PEFT loads them into float32.
+        rtol, atol = (0.05, 0.05) if packed else (1e-4, 1e-5)
+        assert torch.allclose(plain.train()(input_ids=ids).logits, logits, rtol=rtol, atol=atol)
+    with pytest.raises(ValueError, match="other adapters"):
+        make(folder / "other", lora(r=2)).train(resume_from_checkpoint=str(saved))
+    world.barrier()
+    (saved / "adapter_config.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=r"adapter_config\.json"):
+        make(folder / "other", lora()).train(resume_from_checkpoint=str(saved))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("gathers", [False, True])
 def test_parameters_are_gathered_once_for_generation(world: World, gathers: bool) -> None:
     enter(world)
-    with shared_folder(world) as folder:
-        arguments = settings(folder, max_steps=1, num_generations=2, max_completion_length=4)
-        del arguments["max_length"]
-        trainer = shard_trainer(
-            GRPOTrainer(
-                model=base(world.seed),
-                reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
-                args=GRPOConfig(**arguments, ds3_gather_for_generation=gathers),
-                train_dataset=preferences(8, world.seed).select_columns("prompt"),
-                processing_class=tokenizer(),
-            ),
-            zero(3, folder),
-        )
-        trainer.train()
+    folder = world.shared_folder()
+    arguments = settings(folder, max_steps=1, num_generations=2, max_completion_length=4)
+    del arguments["max_length"]
+    trainer = shard_trainer(
+        GRPOTrainer(
+            model=base(world.seed),
+            reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
+            args=GRPOConfig(**arguments, ds3_gather_for_generation=gathers),
+            train_dataset=preferences(8, world.seed).select_columns("prompt"),
+            processing_class=tokenizer(),
+        ),
+        zero(3, folder),
+    )
+    trainer.train()
     model, held = trainer.model, []
     units = engine_of(model).units
     model.lm_head.register_forward_pre_hook(

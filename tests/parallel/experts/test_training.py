@@ -109,8 +109,8 @@ def test_experts_move_to_other_ranks(world: World) -> None:
     first.steps(batches(world.seed, 3))
     zero_ext.save_checkpoint(folder, first.model).wait()
     if world.rank == 0:
-        zero_ext.checkpoint.export_huggingface(folder, folder + "-whole")
-        full, parameters = load_file(folder + "-whole/model.safetensors"), alone(world.seed, 3)[1]
+        zero_ext.checkpoint.export_huggingface(folder, folder / "whole")
+        full, parameters = load_file(folder / "whole" / "model.safetensors"), alone(world.seed, 3)[1]
         assert full.keys() == parameters.keys()
         assert_same_values(full, parameters)
     wanted, parameters = alone(world.seed, 5)

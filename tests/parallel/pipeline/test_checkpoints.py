@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,4 +88,4 @@ def test_another_model_is_refused_on_all_ranks(world: World) -> None:
         zero_ext.load_checkpoint(folder, other.model)
     for name, value in zero_ext.full_state_dict(other.model).items():
         assert torch.equal(value, before[name])
-    assert len(list(Path(folder).glob("step-*"))) == 1
+    assert len(list(folder.glob("step-*"))) == 1
