@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as program
 from benchmarks import memory, offload, step
 from benchmarks.harness import recorded, registered, report
 from benchmarks.harness.environment import Start
@@ -328,3 +329,13 @@ def test_repeats_at_one_commit_are_counted(repository: Repository) -> None:
         repository.call("benchmarks.toy")
     text = (repository.root / "benchmarks" / "results" / "toy.md").read_text()
     assert "- measurements at this commit: 2\n" in text
+
+
+def test_a_run_that_is_ended_names_the_command_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: object, timeout: float, **__: object) -> None:
+        assert timeout == 60 * (10 * 12 + 10)
+        raise subprocess.TimeoutExpired("measured", timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    found = program.measure(Run("slow", "adam", ("--threads", "1"), minutes=12))
+    assert found == "ended after 2 h 10 min, python -m benchmarks.adam --threads 1 has no limit"
