@@ -109,7 +109,9 @@ class ZeroTensors:
     """Split tensors and zero_ext's engine around them."""
 
     def __init__(self, shape: Shape, mesh: DeviceMesh, stage: int) -> None:
-        model = _split(shape, mesh)
+        self._prepare(_split(shape, mesh), mesh, stage)
+
+    def _prepare(self, model: nn.Module, mesh: DeviceMesh, stage: int) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
         self.model, self.optimizer = zero_ext.prepare(model, optimizer, {"stage": stage}, process_group=mesh)
 

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
-import zero_ext
-from benchmarks.harness.parallel_trainers import RATE, SEED, Shape
-from examples.demo_3d.model import BYTES, Block, Positions, loss
+from benchmarks.harness.parallel_trainers import RATE, SEED, Shape, ZeroTensors
+from examples.demo_3d.model import BYTES, Block, Positions
 from zero_ext.parallel import sequence_attention
 from zero_ext.parallel.experts import MixtureOfExperts
 
@@ -67,7 +66,7 @@ def expert(width: int) -> nn.Module:
 
 
 class ZeroMixture(MixtureOfExperts):
-    """zero_ext's, of which the model uses the output alone."""
+    """zero_ext's mixture without its auxiliary loss."""
 
     def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
         """Map hidden states [batch, window, width] to the same shape."""
@@ -123,24 +122,21 @@ def torch_sequence_attention(group: dist.ProcessGroup) -> Attend:
     return attend
 
 
-class ZeroTokens:
+class ZeroTokens(ZeroTensors):
     """zero_ext's engine around a model that is on a rank's tokens, along "cp" or "ep" of `mesh`."""
 
     def __init__(self, shape: Shape, mesh: DeviceMesh, axis: str, stage: int) -> None:
         self.own = _own_tokens(shape, axis, mesh[axis])
-        attend = sequence_attention(scaled_dot_product_attention, mesh) if axis == "cp" else None
-        mixture = partial(ZeroMixture, mesh=mesh, top_k=CHOICES) if axis == "ep" else None
-        self.model: nn.Module = _model(shape, self.own, attend, mixture)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
-        self.model, self.optimizer = zero_ext.prepare(
-            self.model, optimizer, {"stage": stage}, process_group=mesh
-        )
+        if axis == "cp":
+            attend = sequence_attention(scaled_dot_product_attention, mesh)
+            model = _model(shape, self.own, attend=attend)
+        else:
+            model = _model(shape, self.own, mixture=partial(ZeroMixture, mesh=mesh, top_k=CHOICES))
+        self._prepare(model, mesh, stage)
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """See `Trainer`."""
-        loss(self.model(inputs[self.own]), targets[self.own]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        super().step(inputs[self.own], targets[self.own])
 
 
 class TorchTokens(ZeroTokens):
@@ -148,9 +144,10 @@ class TorchTokens(ZeroTokens):
 
     def __init__(self, shape: Shape, mesh: DeviceMesh, axis: str) -> None:
         self.own, group = _own_tokens(shape, axis, mesh[axis]), mesh[axis].get_group()
-        attend = torch_sequence_attention(group) if axis == "cp" else None
-        mixture = partial(TorchMixture, group=group) if axis == "ep" else None
-        model = _model(shape, self.own, attend, mixture)
+        if axis == "cp":
+            model = _model(shape, self.own, attend=torch_sequence_attention(group))
+        else:
+            model = _model(shape, self.own, mixture=partial(TorchMixture, group=group))
         experts = {name: value for name, value in model.named_parameters() if ".experts." in name}
         for parameter in experts.values():
             # Tokens of all ranks are in it, each with the gradient of its rank's mean.
@@ -179,11 +176,14 @@ def _own_tokens(shape: Shape, axis: str, ranks: DeviceMesh) -> tuple[slice, slic
 
 
 def _model(
-    shape: Shape, own: tuple[slice, slice], attend: Attend | None, mixture: Mixture | None
+    shape: Shape,
+    own: tuple[slice, slice],
+    *,
+    attend: Attend = scaled_dot_product_attention,
+    mixture: Mixture | None = None,
 ) -> nn.Sequential:
     """The layers of `shape` on a rank's `own` tokens."""
     torch.manual_seed(SEED)
-    attend = attend or scaled_dot_product_attention
     return nn.Sequential(
         nn.Embedding(BYTES, shape.width),
         ShardPositions(shape.window, shape.width, own[1].start or 0),
