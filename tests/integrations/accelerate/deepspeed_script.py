@@ -4,6 +4,7 @@ Its first case trains as the launcher's configuration says. Each other one has t
 of ``accelerate launch`` would set, or plugins of its own.
 """
 
+import gc
 import importlib.machinery
 import json
 import os
@@ -231,6 +232,7 @@ def two_accelerators(folder):
 
 
 def main():
+    gc.freeze()  # collections, which the libraries ask for, leave out what was imported
     out = Path(sys.argv[1])
     if hasattr(deepspeed.ops, "__compatible_ops__"):
         # The real one asks before it compiles an operator: none is to be had, so torch's own functions serve.

@@ -1,6 +1,7 @@
 """An ordinary DeepSpeed training script: ``plain.py CONFIGS.json OUT_FOLDER``. It knows nothing of
 zero_ext."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -73,6 +74,7 @@ def run(config, folder):
 
 
 def main():
+    gc.freeze()  # collections, which the libraries ask for, leave out what was imported
     configs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     deepspeed.init_distributed(dist_backend="gloo")
     found = {name: run(config, folder / name) for name, config in configs.items()}

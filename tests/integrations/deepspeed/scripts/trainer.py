@@ -5,6 +5,7 @@ TrainingArguments, or from the environment as 'accelerate launch' sets it. Uploa
 """
 
 import fnmatch
+import gc
 import json
 import os
 import shutil
@@ -146,6 +147,7 @@ def run(case, start, out):
 
 
 def main():
+    gc.freeze()  # collections, which the libraries ask for, leave out what was imported
     cases, start, out = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2], Path(sys.argv[3])
     found = {name: run(case, start, out / name) for name, case in cases.items()}
     if os.environ["RANK"] == "0":

@@ -3,6 +3,7 @@
 It knows nothing of zero_ext. Lightning runs the strategy on CUDA alone, which this machine need not have.
 """
 
+import gc
 import json
 import logging
 import sys
@@ -121,6 +122,7 @@ def with_fabric(stage: int) -> dict:
 
 
 def main() -> None:
+    gc.freeze()  # collections, which the libraries ask for, leave out what was imported
     folder = Path(sys.argv[1])
     found = {"file": deepspeed.__file__}
     for stage in (2, 3):

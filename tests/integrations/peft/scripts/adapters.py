@@ -3,6 +3,7 @@
 The engine and its settings come from the environment, as 'accelerate launch' sets it.
 """
 
+import gc
 import json
 import os
 import sys
@@ -82,6 +83,7 @@ def run(case):
 
 
 def main():
+    gc.freeze()  # collections, which the libraries ask for, leave out what was imported
     found = {}
     for case in sys.argv[3:]:
         found[case] = run(case)
