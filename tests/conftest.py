@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.multi.garbage import collect_garbage
 from tests.multi.pool import RankPool
-from tests.multi.turns import leave_out_of_turn
+from tests.multi.turns import EVERY_TURN, leave_out_of_turn
 
 STAND_IN_RANKS = 3
 
@@ -22,6 +22,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 settings.load_profile("any machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let everything run, whatever the commit."""
+    parser.addoption(EVERY_TURN, action="store_true", help="run all cases of families that take turns")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -369,7 +369,7 @@ def language_model(seed: int, chunked: bool, tied: bool) -> LanguageModel:
     return LanguageModel(chunked, tied)
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_sharded_training_is_that_of_one_process(world: World, tied: bool, stage: int) -> None:

@@ -136,6 +136,7 @@ TIERS = [
 TIERS = [(*case, "fp32") for case in TIERS] + [(2, 1, {}, False, "8bit")]
 
 
+@pytest.mark.by_turns()
 @pytest.mark.parametrize(("ranks", "stage", "tiers", "background", "moments"), TIERS)
 def test_a_device_saves_what_a_cpu_saves(
     stand_in_pool: RankPool,

@@ -147,6 +147,7 @@ KINDS = random.Random(SEED).sample(
 )
 
 
+@pytest.mark.by_turns()
 @pytest.mark.parametrize("number", range(16))
 def test_any_engine_to_any_other(rank_pool: RankPool, tmp_path: Path, number: int) -> None:
     (saved_at, loaded_at), (saved, wanted), (optimizer, dtype) = WORLDS[number], STAGES[number], KINDS[number]
@@ -162,6 +163,7 @@ def test_any_engine_to_any_other(rank_pool: RankPool, tmp_path: Path, number: in
         check_same(before["after"], after["after"])
 
 
+@pytest.mark.by_turns()
 @pytest.mark.parametrize("stage", range(4))
 def test_a_resume_is_bit_exact(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     for optimizer, dtype in (("adamw", "bf16"), ("momentum", "fp32")):

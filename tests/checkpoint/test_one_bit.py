@@ -75,6 +75,7 @@ def load_own_on_rank(world: World, directory: str, name: str, stop: int, seed: i
     return {"losses": losses, "shards": held(optimizer), "parameters": parameters(model)}
 
 
+@pytest.mark.by_turns()
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("name", "stop"), STOPS)
 def test_a_resumed_run_goes_on_bit_for_bit(

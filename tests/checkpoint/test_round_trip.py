@@ -55,6 +55,7 @@ def load(pool: RankPool, world_size: int, directory: Path, state: int, sharded: 
 WORLDS = [*itertools.product((1, 2, 4), (1, 2, 4)), (3, 2), (2, 3)]
 
 
+@pytest.mark.by_turns()
 @pytest.mark.parametrize(("saved_at", "loaded_at"), WORLDS)
 def test_any_world_size_to_any_other(
     rank_pool: RankPool, tmp_path: Path, seed: int, saved_at: int, loaded_at: int

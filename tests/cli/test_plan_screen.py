@@ -33,6 +33,7 @@ def assert_one_screen(text: str) -> None:
     assert len(lines) <= LINES
 
 
+@pytest.mark.by_turns()
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
 def test_the_answer_is_one_screen_with_a_row_for_every_placement(arguments: tuple[str, ...]) -> None:
     """It begins with the recommendation; rows are in the order of what placements are worth."""

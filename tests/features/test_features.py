@@ -11,6 +11,7 @@ from tests.features.comparison import BothDevices, both_devices
 __all__ = ["both_devices"]
 
 
+@pytest.mark.by_turns()
 @pytest.mark.parametrize(
     "case", [case for case in CASES if not case.needs_transformers], ids=lambda case: case.name
 )

@@ -60,7 +60,7 @@ def saved(world: World, folder: Path, how: str, dtype: torch.dtype) -> dict[str,
     return found["model"]
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 3, by_turns=True)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("how", STAGES)
 def test_values_are_those_torch_reads(world: World, how: str, dtype: str) -> None:

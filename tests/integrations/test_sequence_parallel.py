@@ -67,7 +67,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return total / batch["num_items_in_batch"]
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(("cp", "stage"), [(2, 0), (2, 3), (4, 0), (4, 3)])
 def test_steps_are_those_of_one_process(world: World, cp: int, stage: int) -> None:
     mesh, model, reference = mesh_of(cp), Words(world.seed), Words(world.seed)

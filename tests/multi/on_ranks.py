@@ -18,7 +18,7 @@ def on_ranks(
 
     The body asserts on each rank by itself; a rank's failure is the test's. It must not use fixtures. With
     ``stand_in`` the ranks have the stand-in accelerator, the device ``stand_in``. With ``by_turns`` a commit
-    runs each of the test's cases on one of the numbers of ranks, and the next commit on another.
+    runs a share of the test's cases, each on one of the numbers of ranks, and the next commit others.
     """
     pool_fixture = "stand_in_pool" if stand_in else "rank_pool"
 

@@ -1,4 +1,4 @@
-"""Families of cases on several numbers of ranks: a commit runs each on one of them, the next on another."""
+"""Families of cases that are tested in turns: a commit runs a part of them, the next commit another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+EVERY_TURN = "--every-turn"
 ONE_RANK = 3  # one case in so many runs on a rank alone, which shares nothing with others
+SHARES = 3  # a commit runs one of so many shares of a family's cases
+FEWEST = 4  # cases of a family that is divided into shares
+_COMMITS = 6  # after so many, a case has had each of up to four numbers of ranks
 
 
 def commit_number() -> int:
@@ -21,38 +25,65 @@ def commit_number() -> int:
     return int(done.stdout.strip(), 16)
 
 
-def runs(case: int, size: int, sizes: Sequence[int], number: int) -> bool:
+def share_of(case: int) -> int:
+    """Return the share of a case.
+
+    It is the sum of the digits of its position in base ``SHARES``. Cases come from products of lists: by the
+    last digit alone a share would miss two of three values of a list of three.
+    """
+    total = 0
+    while case:
+        case, digit = divmod(case, SHARES)
+        total += digit
+    return total % SHARES
+
+
+def runs(case: int, cases: int, size: int, sizes: Sequence[int], number: int) -> bool:
     """Whether a commit runs a case of a family on ``size`` of ``sizes`` ranks.
 
     Args:
         case: its position in the family.
-        size: a number of ranks.
-        sizes: the numbers of ranks of the family.
+        cases: how many the family has.
+        size: a number of ranks; 0 if the test has none.
+        sizes: the numbers of ranks of the family; empty if it has none.
         number: that of the commit.
     """
-    if size == 1:
+    if cases >= FEWEST and share_of(case) != number // _COMMITS % SHARES:
+        return False
+    if size == 1 and len(sizes) > 1:
         return (case + number) % ONE_RANK == 0
     several = [each for each in sizes if each > 1]
-    return several[(case + number) % len(several)] == size
+    return not several or several[(case + number) % len(several)] == size
 
 
 def leave_out_of_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take what has no turn out of ``items``, in families with ``by_turns``; nothing if tests are named."""
+    """Take what has no turn out of ``items``, in families with ``by_turns``.
+
+    Nothing is left out if tests are named, or if every turn is asked for.
+    """
     if config.option.keyword or any("::" in argument for argument in config.args):
+        return
+    if config.getoption(EVERY_TURN, default=False):
         return
     number = commit_number()
     families: dict[str, dict[tuple[int, ...], int]] = {}
-
-    def has_turn(item: pytest.Item) -> bool:
+    turns: dict[pytest.Item, tuple[str, int, int, tuple[int, ...]]] = {}
+    for item in items:
         mark = item.get_closest_marker("by_turns")
         if mark is None or not isinstance(item, pytest.Function):
-            return True
-        cases = families.setdefault(item.nodeid.partition("[")[0], {})
+            continue
         values = {**item.callspec.params}
-        size = values.pop("world_size")
+        size = values.pop("world_size") if mark.args else 0
+        family = item.nodeid.partition("[")[0]
+        cases = families.setdefault(family, {})
         case = cases.setdefault(tuple(map(id, values.values())), len(cases))
-        return runs(case, size, mark.args, number)
+        turns[item] = family, case, size, mark.args
 
-    turns = [(item, has_turn(item)) for item in items]
-    config.hook.pytest_deselected(items=[item for item, turn in turns if not turn])
-    items[:] = [item for item, turn in turns if turn]
+    def has_turn(item: pytest.Item) -> bool:
+        if item not in turns:
+            return True
+        family, case, size, sizes = turns[item]
+        return runs(case, len(families[family]), size, sizes, number)
+
+    config.hook.pytest_deselected(items=[item for item in items if not has_turn(item)])
+    items[:] = [item for item in items if has_turn(item)]

@@ -180,7 +180,7 @@ def test_equals_the_librarys_own(world: World, settings: dict[str, Any]) -> None
         assert all(torch.equal(found[name], value) for name, value in seen.items()), (stage, offload)
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("settings", OPTIONS, ids=str)
 def test_options(world: World, settings: dict[str, Any]) -> None:
     _, parameters = plain(world, 5, **settings)

@@ -124,7 +124,7 @@ def assert_equal(found: Parameters, wanted: Parameters) -> None:
         torch.testing.assert_close(value, wanted[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(
     ("tp", "offload"),
     [

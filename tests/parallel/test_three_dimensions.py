@@ -49,6 +49,7 @@ def saved_and_loaded(world: World, stage: int) -> None:
         assert_same_steps(then.steps(data[3:]).losses, wanted)
 
 
+@pytest.mark.by_turns()
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_stages_two_tp_ranks_two_replicas(eight: RankPool, stage: int) -> None:
     run(eight, two_by_two_by_two, stage=stage)

@@ -38,7 +38,7 @@ from tests.zero.training import (
 from zero_ext.zero import engine_of
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize(
     "how", ["block in place before", "block after", "module in place after", "wrapper after"]
 )

@@ -330,7 +330,7 @@ def trained(
 
 
 @pytest.mark.parametrize(("stage", "early"), [(0, False), (2, False), (3, False), (3, True)])
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 def test_a_group_without_a_backend_for_the_host_trains_saves_and_loads(
     world: World, stage: int, early: bool
 ) -> None:

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, int]]] = {
 }
 
 
-@on_ranks(2, 4)
+@on_ranks(2, 4, by_turns=True)
 @pytest.mark.parametrize("case", CASES)
 def test_a_plain_loop_has_the_losses_of_one_process(world: World, case: str) -> None:
     ranks, sizes, section = CASES[case]

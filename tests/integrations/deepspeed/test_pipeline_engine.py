@@ -29,7 +29,7 @@ from zero_ext.integrations.deepspeed.pipeline_module import PipelineModule
 ALL = 4  # a pipeline takes the world, which in the pool is all ranks
 
 
-@on_ranks(ALL)
+@on_ranks(ALL, by_turns=True)
 @pytest.mark.parametrize(("num_stages", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1), (1, 3)])
 def test_steps_are_those_of_one_process(world: World, num_stages: int, stage: int) -> None:
     engine = engine_of(stage, num_stages)

@@ -49,7 +49,7 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_are_those_of_the_plain_model(world: World, family: str, stage: int) -> None:

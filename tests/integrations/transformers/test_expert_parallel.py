@@ -67,7 +67,7 @@ def assert_values(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_and_full_values_are_those_of_one_process(world: World, family: str) -> None:
     enter(world)

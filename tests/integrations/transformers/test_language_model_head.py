@@ -183,7 +183,7 @@ SPLIT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("case", SPLIT)
 def test_steps_of_a_split_head(world: World, case: str) -> None:
     enter(world)
@@ -194,7 +194,7 @@ def test_steps_of_a_split_head(world: World, case: str) -> None:
         check_steps(world, mesh, model, built(kind, changes, world.seed), stage, **LOSS)
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(("tp", "stage"), [(4, 3), (2, 0), (2, 3)])
 @pytest.mark.parametrize("style", ["colwise_rep", "colwise_split_logits"])
 def test_steps_of_a_split_head_on_four_ranks(world: World, style: str, tp: int, stage: int) -> None:

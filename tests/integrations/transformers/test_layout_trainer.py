@@ -114,7 +114,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, int], int, dict[str, Any]]
 }
 
 
-@on_ranks(2, 4)
+@on_ranks(2, 4, by_turns=True)
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_one_process(world: World, case: str) -> None:
     ranks, sizes, section, steps, changes = CASES[case]

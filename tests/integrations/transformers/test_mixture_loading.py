@@ -80,7 +80,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], value), (label, name)
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("layout", ["single", "stacked"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_what_one_process_loads(world: World, family: str, layout: str) -> None:

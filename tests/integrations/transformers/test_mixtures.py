@@ -26,7 +26,7 @@ STEPS, DEFAULT = 3, "grouped_mm"
 CASES = [(1, DEFAULT), (2, DEFAULT), (3, DEFAULT), (3, "eager")]
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("family", [*FAMILIES, *LISTED])
 def test_ranks_that_route_differently_train_as_one_process(world: World, family: str) -> None:
     enter(world)

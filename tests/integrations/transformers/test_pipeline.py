@@ -106,7 +106,7 @@ class Course:
         return losses, norms
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(
     ("kind", "stage", "tp", "tied", "options"),
     [

@@ -68,7 +68,7 @@ class Reached:
         return found
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize(("family", "experts", "checkpoints"), CASES)
 def test_routed_experts_train_as_one_process(
     world: World, family: str, experts: str, checkpoints: bool

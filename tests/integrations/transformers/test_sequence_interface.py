@@ -106,7 +106,7 @@ def check_steps(
     assert exchange.traffic.bytes_sent["sequence"] > 0
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(
     ("dp", "cp", "tp", "stage", "kind", "changes"),
     [
@@ -136,7 +136,7 @@ def test_steps_are_those_of_one_process(
     check_steps(world, mesh_of(dp, cp, tp), make, stage, batches(world.seed, padded))
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(
     ("dp", "cp", "tp", "stage", "kind", "padding"),
     [

@@ -60,7 +60,7 @@ FILES = [
 ]
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(("family", "layout"), FILES)
 def test_each_rank_has_what_spreading_the_full_model_leaves(world: World, family: str, layout: str) -> None:
     enter(world)

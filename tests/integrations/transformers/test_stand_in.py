@@ -10,6 +10,7 @@ from tests.features.comparison import BothDevices, both_devices
 __all__ = ["both_devices"]
 
 
+@pytest.mark.by_turns()
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.needs_transformers], ids=lambda case: case.name
 )

@@ -150,7 +150,7 @@ def check_steps(
     assert_steps_as_alone(world, mesh, model, reference, stage, losses, **sections)
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("case", [*SHIPPED, *OURS])
 def test_steps_are_those_of_one_process(world: World, case: str) -> None:
     enter(world)
@@ -160,7 +160,7 @@ def test_steps_are_those_of_one_process(world: World, case: str) -> None:
         check_steps(world, mesh_of_all(), model, built(kind, changes, world.seed), stage)
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(("stage", "tied"), [(0, True), (2, False), (3, True)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_steps_of_two_replicas(world: World, kind: str, stage: int, tied: bool) -> None:
@@ -173,7 +173,7 @@ def test_steps_of_two_replicas(world: World, kind: str, stage: int, tied: bool) 
     check_steps(world, mesh, model, built(kind, changes, world.seed), stage)
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", UNPLANNED)
 def test_models_that_bring_no_plan(world: World, kind: str, stage: int) -> None:

@@ -44,7 +44,7 @@ def backward(world: World, model: Any, step: int, factor: float = 1.0) -> None:
     (model(ids_of(world.seed, step, world.rank)) * factor).backward()
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 @pytest.mark.parametrize(("mode", "clipping", "when"), MOMENTS)
 def test_settings_that_are_refused_change_nothing(
     world: World, mode: str, clipping: float, when: str

@@ -48,7 +48,7 @@ def train(model: Any, optimizer: Any, rank: int, ranks: int, steps: range) -> No
         optimizer.zero_grad()
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(("name", "saving", "loading"), CASES)
 def test_goes_on_as_if_it_had_never_stopped(world: World, name: str, saving: Layout, loading: Layout) -> None:
     def course(layout: Layout, section: dict[str, Any]) -> tuple[Any, Any]:

@@ -37,7 +37,7 @@ from zero_ext.parallel.experts import MixtureOfExperts
 from zero_ext.parallel.pipeline import LayerSpec, PipelineModule
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ep", [2, 4])
 def test_steps_are_those_of_one_process(world: World, ep: int, stage: int) -> None:

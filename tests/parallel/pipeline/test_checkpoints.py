@@ -39,7 +39,7 @@ class Counted(nn.Module):
         return hidden * self.weight
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("stages", [(2, 3), (3, 1)])
 def test_a_run_goes_on_in_another_layout(

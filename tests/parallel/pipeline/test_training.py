@@ -25,7 +25,7 @@ def assert_as_alone(trained: Trained, seed: int, samples: int, clip: float = 0.0
     assert_same_values(trained.parameters, alone.parameters)
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_steps_are_those_of_one_process(world: World, pp: int, stage: int) -> None:
@@ -37,7 +37,7 @@ def test_steps_are_those_of_one_process(world: World, pp: int, stage: int) -> No
     assert len(everyone) >= min(pp, 2) and all(torch.equal(each, everyone[0]) for each in everyone)
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(
     ("schedule", "chunks"),

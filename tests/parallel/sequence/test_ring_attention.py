@@ -32,7 +32,7 @@ def full_tensors(heads: int, keys: int, dtype: torch.dtype = torch.float32) -> l
     return [torch.randn(BATCH, each, LENGTH, DIM, dtype=dtype) for each in (heads, keys, keys, heads)]
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(
     ("cp", "ring", "heads", "keys", "bounds", "causal"),
     [

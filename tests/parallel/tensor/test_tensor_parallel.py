@@ -94,7 +94,7 @@ def course_of(seed: int, tp: int, config: dict[str, Any], sequence: bool = False
     return Course(split(seeded(seed), mesh_of(tp), sequence), mesh_of(tp), config)
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("tp", "sequence"), [(2, False), (4, False), (2, True)])
 def test_steps_are_those_of_one_process(world: World, tp: int, sequence: bool, stage: int) -> None:

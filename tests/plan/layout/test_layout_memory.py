@@ -31,7 +31,7 @@ def mesh_of(pp: int, tp: int) -> DeviceMesh:
     return make_mesh(pp=pp, tp=tp, device_type="cpu")
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(
     ("pp", "tp", "stage", "offload"),
     [(2, 2, 0, {}), (2, 1, 1, {"optimizer": "host"}), (1, 2, 2, {}), (2, 1, 3, {})],

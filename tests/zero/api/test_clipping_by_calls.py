@@ -140,7 +140,7 @@ EDITS: dict[str, Clip] = {
 }
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("edit", EDITS)
 def test_whatever_else_changes_gradients_finds_them_clipped(world: World, edit: str) -> None:
     """As if each had been multiplied in place at once; what is left of clipping comes before."""

@@ -91,7 +91,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("write", list(WRITES))
 def test_writes_to_parameters_hold_on_all_ranks_and_in_later_steps(
@@ -277,7 +277,7 @@ def _copied_inside_gathered(model: Any) -> Any:
         return copy.deepcopy(model)
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("what", list(COPIES))

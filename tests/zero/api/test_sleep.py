@@ -77,7 +77,7 @@ def trained(world: World, stage: int, make: Any, precision: Any, offload: Any, s
     return {name: value.cpu() for name, value in zero_ext.full_state_dict(model).items()}
 
 
-@on_ranks(2, stand_in=True)
+@on_ranks(2, stand_in=True, by_turns=True)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_training_goes_on_bit_for_bit(world: World, case: int) -> None:
     reference, found = (trained(world, *CASES[case], sleeps) for sleeps in (False, True))

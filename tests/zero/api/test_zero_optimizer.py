@@ -120,7 +120,7 @@ def test_groups_and_live_schedulers(world: World, schedule: str) -> None:
         check_near(model, twin, 2e-5, 2e-6)
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW amsgrad", "NAdam", "ASGD", "AdamW tensor lr"])
 def test_state_dict_round_trip(world: World, name: str) -> None:
     """Two steps, state into a fresh pair, two more steps: as four steps in one go."""

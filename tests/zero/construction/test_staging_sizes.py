@@ -273,7 +273,7 @@ def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -
 PLACEMENTS = [(stage, TIERS[0]) for stage in range(4)] + [(stage, TIERS[1]) for stage in (1, 2, 3)]
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_the_plan_is_what_is_held(world: World, optimizer: str) -> None:
     for (stage, offload), dtype in itertools.product([*PLACEMENTS, (3, TIERS[2])], ("keep", "bf16")):

@@ -116,7 +116,7 @@ def test_any_read_sees_the_true_gradient(world: World, read: str) -> None:
         check_step(model, optimizer, twin)
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 @pytest.mark.parametrize("write", list(WRITES))
 def test_any_write_reaches_the_update(world: World, write: str) -> None:
     for model, optimizer, twin in every_tier(world):

@@ -254,7 +254,7 @@ def set_element(world: World, parameter: Any, index: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 def test_weights_that_are_not_finite_after_a_step_end_it_on_all_ranks(world: World, name: str) -> None:
     """Neither the loss nor a gradient depends on an embedding's row that nobody looks up."""
     case = WEIGHTS[name]

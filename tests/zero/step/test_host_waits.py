@@ -107,7 +107,7 @@ PAIRS += [(name, 2) for name in CASES if not any(name == each for each, _ in PAI
 
 
 @pytest.mark.parametrize(("name", "stage"), PAIRS)
-@on_ranks(1, 2, stand_in=True)
+@on_ranks(1, 2, stand_in=True, by_turns=True)
 def test_what_a_step_waits_for_and_agrees_on(world: World, name: str, stage: int) -> None:
     dtype, clip, torch_clip, more, most = CASES[name]
     model, optimizer = prepared(world, stage, dtype, clip, **more)
@@ -156,7 +156,7 @@ def test_torchs_functions_of_gradients_wait_once_a_call(world: World, norm_type:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@on_ranks(1, 2, stand_in=True)
+@on_ranks(1, 2, stand_in=True, by_turns=True)
 def test_clipped_steps_are_the_cpus_bit_for_bit(world: World, dtype: str) -> None:
     """fp16's first steps overflow, which is learned after their launch."""
     for stage in (1, 3):
@@ -319,7 +319,7 @@ ERROR_PAIRS = [("AdamW", look) for look in LOOKS] + [("8-bit Adam", "waiting"), 
 
 
 @pytest.mark.parametrize(("name", "look"), ERROR_PAIRS)
-@on_ranks(1, 2, stand_in=True)
+@on_ranks(1, 2, stand_in=True, by_turns=True)
 def test_a_bad_setting_changes_nothing_and_is_raised_on_all_ranks(world: World, name: str, look: str) -> None:
     make, setting, value, said, more = ERRORS[name]
     for stage in (0, 3):

@@ -138,7 +138,7 @@ def compare_with_the_loop(world: World, case: str, device: str) -> None:
         assert steps == alone
 
 
-@on_ranks(2)
+@on_ranks(2, by_turns=True)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @pytest.mark.parametrize("tier", ["device", "nvme"])

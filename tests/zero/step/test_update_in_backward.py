@@ -133,7 +133,7 @@ def test_overflow_skips_the_same_steps(world: World) -> None:
         assert 0 < run.engine.skipped_steps < plan.steps
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 @pytest.mark.parametrize("name", [*sorted(OPTIMIZERS), "moments in 8 bits"])
 def test_other_optimizers(world: World, name: str) -> None:
     make, more = OPTIMIZERS.get(name, adamw), {}

@@ -66,7 +66,7 @@ def test_matrix(world: World, stage: int) -> None:
             check_equal(train(world, stage, plan, offload), reference)
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, by_turns=True)
 @pytest.mark.parametrize("name", [*sorted(OPTIMIZERS), "lion, bf16 moment"])
 def test_other_optimizers(world: World, name: str) -> None:
     name, _, narrow = name.partition(", ")

@@ -45,7 +45,7 @@ def untied(dropped: float = 0.0) -> list[LayerSpec]:
     return [LayerSpec(nn.Embedding, WORDS, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, WORDS)]
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("tp", "checkpoint"), [(1, True), (2, False), (4, True)])
 def test_steps_are_those_of_one_process(world: World, tp: int, checkpoint: bool, stage: int) -> None:
@@ -81,7 +81,7 @@ def accumulated(
     return zero_ext.full_state_dict(model), engine_of(model)
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_sums_have_the_order_of_accumulation_without_reduction(world: World, dtype: str, stage: int) -> None:
@@ -174,7 +174,7 @@ def test_dropout_is_the_same_again_in_backward(world: World, stage: int) -> None
     assert_same_values(trained.parameters, module.state_dict())
 
 
-@on_ranks(4)
+@on_ranks(4, by_turns=True)
 @pytest.mark.parametrize(
     "config",
     [
