@@ -50,10 +50,12 @@ def runs(case: int, cases: int, size: int, sizes: Sequence[int], number: int) ->
     """
     if cases >= FEWEST and share_of(case) != number // _COMMITS % SHARES:
         return False
-    if size == 1 and len(sizes) > 1:
-        return (case + number) % ONE_RANK == 0
     several = [each for each in sizes if each > 1]
-    return not several or several[(case + number) % len(several)] == size
+    if not several:
+        return True
+    if size == 1:
+        return (case + number) % ONE_RANK == 0
+    return several[(case + number) % len(several)] == size
 
 
 def leave_out_of_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -67,23 +69,19 @@ def leave_out_of_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
         return
     number = commit_number()
     families: dict[str, dict[tuple[int, ...], int]] = {}
-    turns: dict[pytest.Item, tuple[str, int, int, tuple[int, ...]]] = {}
+    found = []
     for item in items:
         mark = item.get_closest_marker("by_turns")
         if mark is None or not isinstance(item, pytest.Function):
             continue
         values = {**item.callspec.params}
         size = values.pop("world_size") if mark.args else 0
-        family = item.nodeid.partition("[")[0]
-        cases = families.setdefault(family, {})
+        cases = families.setdefault(item.nodeid.partition("[")[0], {})
         case = cases.setdefault(tuple(map(id, values.values())), len(cases))
-        turns[item] = family, case, size, mark.args
-
-    def has_turn(item: pytest.Item) -> bool:
-        if item not in turns:
-            return True
-        family, case, size, sizes = turns[item]
-        return runs(case, len(families[family]), size, sizes, number)
-
-    config.hook.pytest_deselected(items=[item for item in items if not has_turn(item)])
-    items[:] = [item for item in items if has_turn(item)]
+        found.append((item, case, cases, size, mark.args))
+    # Only now is it known how many cases a family has.
+    left_out = {
+        item for item, case, cases, size, sizes in found if not runs(case, len(cases), size, sizes, number)
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
